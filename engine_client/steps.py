@@ -1,0 +1,122 @@
+"""The nouns of client operations: what an operation asks its driver for, and what it works on."""
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from kvstore import wire
+from kvstore.prefix import Namespace, chain, part_key
+from kvstore.published import IDENT_PREFIX
+from kvstore.transport.local import SharedMemory
+from kvstore.types import KEY_BYTES, BlockKey, Placement
+
+NOT_OPEN = BlockKey(b"")
+
+
+@dataclass(slots=True)
+class Call:
+    """Send a request (made with the id that the driver gives) and wait for its reply.
+
+    `payload` is sent after it. `targets` says where the reply's payload goes, once the reply is known.
+    `wait_s` is how long the node itself may take on purpose, on top of the client's time limit.
+    """
+
+    request: Callable[[int], wire.Message]
+    payload: Sequence[memoryview] = ()
+    targets: Callable[[Any], Sequence[memoryview]] | None = None
+    wait_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Work:
+    """Something that moves or reads about `size` bytes, or may block for a moment (`size` -1)."""
+
+    run: Callable[[], Any]
+    size: int
+
+
+Result = TypeVar("Result")
+Operation = Generator[Call | Work, Any, Result]
+
+
+@dataclass(slots=True, eq=False)
+class OpenSpace:
+    """A namespace as this client uses it. `number` and `root` follow the node through its restarts."""
+
+    name: str
+    namespace: Namespace
+    root: BlockKey = NOT_OPEN
+    number: int = -1
+    part: int = 0
+    epoch: int = -1  # of the node that gave the number
+
+    def keys(self, tokens: Any) -> list[BlockKey]:
+        """The key of each full block of a prompt; with several parts, of this client's part."""
+        keys = chain(tokens, self.namespace.block_tokens, self.root, self.namespace.hash)
+        if self.namespace.parts == 1:
+            return keys
+        return [part_key(key, self.part) for key in keys]
+
+    @property
+    def key_bytes(self) -> int:
+        return KEY_BYTES if self.namespace.parts == 1 else KEY_BYTES + 2
+
+    @property
+    def prefix(self) -> bytes:
+        return IDENT_PREFIX.pack(self.number, self.part)
+
+
+@dataclass(slots=True)
+class Link:
+    """What an operation needs to know of the connection it runs on."""
+
+    welcome: wire.Welcome
+    shared: SharedMemory | None
+    verify: bool
+    spaces: list[OpenSpace] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class PutReport:
+    """What became of the blocks of a put, by count."""
+
+    stored: int = 0
+    present: int = 0  # here before
+    busy: int = 0  # being written by somebody else
+    refused: int = 0  # no room, or over quota
+    stored_bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Grant:
+    """Slots to fill: `granted[i]` is the position in the put's keys that `slots[i]` is for.
+
+    Over shared memory the slots are the node's own; elsewhere they are buffers here, sent at commit.
+    """
+
+    grant_id: int
+    placements: tuple[Placement, ...]
+    granted: list[int]
+    slots: list[memoryview]
+    remote: bool
+
+    def report(self, *, stored: bool) -> PutReport:
+        count = self.placements.count
+        return PutReport(
+            stored=len(self.granted) if stored else 0,
+            present=count(Placement.PRESENT),
+            busy=count(Placement.BUSY),
+            refused=count(Placement.FULL) + count(Placement.OVER_QUOTA),
+            stored_bytes=sum(map(len, self.slots)) if stored else 0,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """Blocks that keep their slots while the lease lasts. `blocks` in place over shared memory."""
+
+    lease_id: int
+    lease_s: float  # that the node gave it, counted from when it was asked
+    blocks: list[memoryview]
+    checksums: tuple[int, ...]
+    layers: tuple[int, ...]  # in place, from the first; fewer than all in a block that is being written

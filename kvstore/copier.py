@@ -1,0 +1,65 @@
+"""Bounded threads that move bytes and compute checksums with the GIL released."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TypeVar
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+Result = TypeVar("Result")
+
+
+def checksum(block: memoryview | bytes | bytearray) -> int:
+    """xxh3_64 of the bytes: what travels with every block. 27 to 110 GB/s."""
+    return int(xxh3_64_intdigest(block))
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy all of `source` to the start of `target`, both contiguous, without the GIL.
+
+    Raises ValueError when `target` is read-only.
+    """
+    assert source.nbytes <= target.nbytes
+    np.copyto(np.frombuffer(target, np.uint8)[: source.nbytes], np.frombuffer(source, np.uint8))
+
+
+class Copier:
+    """`threads` threads. A cancelled caller gets its cancellation only when its bytes have stopped moving."""
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="cairn-copier")
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """Do `work` in a thread.
+
+        If cancelled before a thread took it up, it is not done; else waits for its end first, however often it
+        is cancelled: its memory is in use until then.
+        """
+        job = self._pool.submit(work)
+        future = asyncio.wrap_future(job)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            job.cancel()
+            while not future.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([future])
+            raise
+
+    async def copy(self, pairs: Sequence[tuple[memoryview, memoryview]]) -> None:
+        """Copy each (target, source)."""
+
+        def work() -> None:
+            for target, source in pairs:
+                copy_bytes(target, source)
+
+        await self.run(work)
+
+    async def checksums(self, blocks: Sequence[memoryview]) -> list[int]:
+        return await self.run(lambda: [checksum(block) for block in blocks])
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)

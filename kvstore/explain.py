@@ -1,0 +1,76 @@
+"""Why a block hits or misses on this node, in words an operator can act on."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvstore.catalogue import OpenNamespace
+from kvstore.prefix import chain
+from kvstore.store import Store
+from kvstore.types import BlockKey, State
+
+
+def explain(store: Store, space: OpenNamespace, keys: Sequence[BlockKey], tokens: bytes) -> list[dict[str, Any]]:
+    """One row per key: `key` in hex, `hit`, `tier`, `reason`, `bytes`.
+
+    With `tokens` (u32 each, the prompt that the keys were made of) a block that is not here is looked for in
+    the tenant's other namespaces, and the row says which field keeps them apart.
+    """
+    others = _elsewhere(store, space, np.frombuffer(tokens, "<u4"), len(keys)) if tokens else {}
+    rows = []
+    for position, key in enumerate(keys):
+        row = _row(store, space, key)
+        if not row["hit"] and position in others:
+            row["reason"] += f"; the same tokens are in {others[position]}"
+        rows.append(row)
+    return rows
+
+
+def _row(store: Store, space: OpenNamespace, key: BlockKey) -> dict[str, Any]:
+    replica = store.readable(space, key)
+    if replica is not None:
+        return {
+            "key": key.hex(),
+            "hit": True,
+            "tier": replica.space.tier,
+            "reason": "here",
+            "bytes": replica.size,
+        }
+    row = {"key": key.hex(), "hit": False, "tier": "", "reason": _absence(store, space, key), "bytes": 0}
+    return row
+
+
+def _absence(store: Store, space: OpenNamespace, key: BlockKey) -> str:
+    present = space.spaces[0].replicas.get(key)
+    if present is not None and present.state is State.ALLOCATED:
+        return f"being written: {present.layers} of {space.namespace.layers} layers are in place"
+    if present is not None:
+        return "this part is here, another part of its block is not"
+    last = store.history.last(space.number, key)
+    if last is None:
+        return "not stored here, as far back as this node remembers"
+    what, when = last
+    return f"{what}, {store.clock.now() - when:.1f} s ago"
+
+
+def _elsewhere(store: Store, space: OpenNamespace, ids: np.ndarray, blocks: int) -> dict[int, str]:
+    """Position -> a namespace of the same tenant that has the block of the same tokens, and how it differs.
+
+    Of the first `blocks` blocks; of fewer where there are many namespaces, since nobody else is served meanwhile.
+    """
+    block_tokens = space.namespace.block_tokens
+    others = [
+        other
+        for other in store.catalogue.of_tenant(space.tenant)
+        if other is not space and other.namespace.block_tokens == block_tokens
+    ]
+    found: dict[int, str] = {}
+    ids = ids[: min(blocks, store.limits.batch_blocks // max(len(others), 1)) * block_tokens]
+    for other in others:
+        keys = chain(ids, block_tokens, other.root, other.namespace.hash)
+        differences = "; ".join(space.namespace.differences(other.namespace))
+        for position, key in enumerate(keys):
+            if store.readable(other, key) is not None:
+                found.setdefault(position, f"{other.names[0]!r} ({differences})")
+    return found

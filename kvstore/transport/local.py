@@ -1,0 +1,220 @@
+"""A client's side of shared memory: blocks of the node's DRAM, found, copied and verified without asking it.
+
+A get is: look up the published entry, copy, compare the entry again, verify the copy's checksum. Nothing is
+held meanwhile and nothing leaks when the client dies. Descriptors come through a Unix connection of their own.
+"""
+
+import array
+import ctypes
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore import wire
+from kvstore.copier import checksum
+from kvstore.errors import ConnectFailed, DeadlineExceeded, InvalidRequest, PeerLost, ProtocolError
+from kvstore.published import ENTRY, READABLE, IndexReader, UseRing
+from kvstore.region import Region
+from kvstore.types import KEY_BYTES, BlockKey
+
+DESCRIPTORS = 64  # fetched at once
+ATTACH_FRAME_BYTES = 1 << 16
+
+
+class Door:
+    """Fetches the descriptors of a session from its node; `timeout_s` bounds each exchange."""
+
+    def __init__(self, path: str, ticket: bytes, timeout_s: float) -> None:
+        self._ticket = ticket
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(timeout_s)
+        try:
+            self._socket.connect(path)
+        except OSError as error:
+            self._socket.close()
+            raise ConnectFailed(f"{path}: {error.strerror or error}") from error
+
+    def fetch(self, slab_ids: Sequence[int]) -> list[tuple[int, int]]:
+        """(descriptor, bytes) of each slab; for none, of the published index and the use ring.
+
+        Raises:
+            NotFound: a slab is gone. The caller looks its block up again.
+            TransportError: the node is lost.
+        """
+        try:
+            self._socket.sendall(wire.encode(wire.Attach(0, self._ticket, tuple(slab_ids))))
+            wanted = max(len(slab_ids), 2)
+            space = socket.CMSG_SPACE(wanted * array.array("i").itemsize)
+            frame, ancillary, _, _ = self._socket.recvmsg(ATTACH_FRAME_BYTES, space)
+        except TimeoutError as error:
+            raise DeadlineExceeded("the node did not hand over descriptors in time") from error
+        except OSError as error:
+            raise PeerLost(f"the node was lost while handing over descriptors: {error}") from error
+        descriptors = array.array("i")
+        for _level, _kind, data in ancillary:
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+        if not frame:
+            raise PeerLost("the node hung up while handing over descriptors")
+        wire.parse_header(frame[: wire.HEADER.size], ATTACH_FRAME_BYTES)
+        reply = wire.decode_reply(frame[wire.HEADER.size :])
+        if isinstance(reply, wire.Failed):
+            raise wire.to_error(reply)
+        if not isinstance(reply, wire.Attached) or len(reply.sizes) != len(descriptors):
+            raise ProtocolError(f"expected {wanted} descriptors, got {len(descriptors)}")
+        return list(zip(descriptors, reply.sizes, strict=True))
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@dataclass(slots=True)
+class View:
+    """A block in place. `data` is its bytes as long as `is_valid()`: check after using them, not before."""
+
+    data: memoryview
+    checksum: int
+    _reader: IndexReader
+    _at: int
+    _entry: bytes
+
+    def is_valid(self) -> bool:
+        """Whether all that was read from `data` so far was this block's."""
+        return self._reader.is_unchanged(self._at, self._entry)
+
+
+@dataclass(slots=True)
+class LocalGet:
+    """How far a get came without the node. `blocks` are in place; then one of the reasons, or all are."""
+
+    blocks: int = 0
+    unmapped: int | None = None  # the next block is in this slab: map it and go on
+    damaged: bool = False  # the next block is here and does not have its checksum
+
+
+class SharedMemory:
+    """All that a session may map. `may_write`: slabs are mapped writable."""
+
+    def __init__(self, door: Door, *, may_write: bool) -> None:
+        self._door = door
+        self._may_write = may_write
+        index, ring = door.fetch(())
+        self.reader = IndexReader(_map(index, writable=False, populate=False).memory)
+        self.ring = UseRing(_map(ring, writable=True, populate=True).memory)
+        self._slabs: dict[int, Region] = {}
+        self._bases: dict[int, int] = {}
+
+    def map(self, slab_ids: Iterable[int]) -> None:
+        """Map slabs that are not yet. Takes about 0.2 s per GiB. Raises as `Door.fetch`."""
+        wanted = [slab_id for slab_id in dict.fromkeys(slab_ids) if slab_id not in self._slabs]
+        for start in range(0, len(wanted), DESCRIPTORS):
+            batch = wanted[start : start + DESCRIPTORS]
+            for slab_id, descriptor in zip(batch, self._door.fetch(batch), strict=True):
+                region = _map(descriptor, writable=self._may_write, populate=True)
+                self._slabs[slab_id] = region
+                self._bases[slab_id] = region.address
+
+    def slot(self, slab_id: int, offset: int, size: int) -> memoryview:
+        """`size` bytes of a mapped slab, in place; writable if the session may write."""
+        return self._slabs[slab_id].view(offset, size)
+
+    def is_mapped(self, slab_id: int) -> bool:
+        return slab_id in self._bases
+
+    def get_into(self, prefix: bytes, keys: Sequence[BlockKey], targets: Sequence[Any], *, verify: bool) -> LocalGet:
+        """Copy blocks of a chain to `targets`, from the first, until one cannot be had without the node.
+
+        Args:
+            prefix: what comes before the key in a published name: namespace and part.
+            targets: writable buffers, each at least as large as its block.
+        """
+        reader, bases = self.reader, self._bases
+        keys = _block_keys(keys)
+        name = b""
+        for position, key in enumerate(keys):
+            name = prefix + key
+            found = reader.find(name)
+            if found is None:
+                return self._stopped(position, prefix, keys)
+            at, entry = found
+            _, state, _, _, _, _, _, slab_id, offset, size, expected, _ = ENTRY.unpack(entry)
+            if state != READABLE:
+                return self._stopped(position, prefix, keys)
+            base = bases.get(slab_id)
+            if base is None:
+                return self._stopped(position, prefix, keys, unmapped=slab_id)
+            target = targets[position]
+            address, room = _place(target)
+            if size > room:
+                raise InvalidRequest(f"block {key.hex()} has {size} bytes; its buffer has {room}")
+            ctypes.memmove(address, base + offset, size)
+            if not reader.is_unchanged(at, entry):
+                return self._stopped(position, prefix, keys)
+            if verify and checksum(target if room == size else memoryview(target).cast("B")[:size]) != expected:
+                return self._stopped(position, prefix, keys, damaged=reader.is_unchanged(at, entry))
+        if keys:
+            self.ring.report(name, len(keys))
+        return LocalGet(len(keys))
+
+    def _stopped(
+        self,
+        position: int,
+        prefix: bytes,
+        keys: Sequence[BlockKey],
+        *,
+        unmapped: int | None = None,
+        damaged: bool = False,
+    ) -> LocalGet:
+        if position:
+            self.ring.report(prefix + keys[position - 1], position)
+        return LocalGet(position, unmapped, damaged)
+
+    def views(self, prefix: bytes, keys: Sequence[BlockKey]) -> tuple[list[View], int | None]:
+        """Blocks of a chain in place, from the first: (views, the slab to map before going on)."""
+        reader, slabs = self.reader, self._slabs
+        keys = _block_keys(keys)
+        views: list[View] = []
+        unmapped = None
+        for key in keys:
+            found = reader.find(prefix + key)
+            if found is None:
+                break
+            at, entry = found
+            _, state, _, _, _, _, _, slab_id, offset, size, expected, _ = ENTRY.unpack(entry)
+            if state != READABLE or entry[0] & 1:
+                break
+            slab = slabs.get(slab_id)
+            if slab is None:
+                unmapped = slab_id
+                break
+            views.append(View(slab.view(offset, size), expected, reader, at, entry))
+        if views:
+            self.ring.report(prefix + keys[len(views) - 1], len(views))
+        return views, unmapped
+
+    def close(self) -> None:
+        """Hang up. The memory is unmapped with its last user: another thread may be in the middle of a copy."""
+        self._door.close()
+
+
+def _block_keys(keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+    """Without their part, which published names have in front."""
+    return keys if not keys or len(keys[0]) == KEY_BYTES else [BlockKey(key[:KEY_BYTES]) for key in keys]
+
+
+def _map(descriptor: tuple[int, int], *, writable: bool, populate: bool) -> Region:
+    """Map what the door handed over; the mapping has a descriptor of its own."""
+    fd, size = descriptor
+    try:
+        return Region(fd, size, writable=writable, populate=populate)
+    finally:
+        os.close(fd)
+
+
+def _place(target: Any) -> tuple[int, int]:
+    """(address, bytes) of a writable, contiguous buffer."""
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(target)), memoryview(target).nbytes
+    except (TypeError, ValueError, BufferError) as error:
+        raise InvalidRequest(f"a buffer to read into must be writable and contiguous: {error}") from error

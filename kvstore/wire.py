@@ -1,0 +1,368 @@
+"""Messages and frames of the control protocol; no sockets. Drawn byte by byte in docs/protocol.md.
+
+    frame   | body_bytes u32 | magic u32 | payload_bytes u64 | body: MessagePack | payload |
+
+A body is an array: verb tag, request id, fields. Keys, sizes, offsets and checksums travel as packed bytes.
+A payload follows a Commit to a node that the client does not share memory with, a Put with checksums, and an
+Acquired that was asked to deliver: the blocks one after the other, in the order of the message.
+"""
+
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvstore.errors import ERRORS, ProtocolError, Rejected, StoreError
+from kvstore.prefix import Namespace
+from kvstore.types import BlockKey
+
+PROTOCOL = 1
+MAGIC = 0x314B5643  # "CVK1"
+HEADER = struct.Struct("<IIQ")
+
+
+class Message(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What every message begins with: replies carry the request's id."""
+
+    id: int
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """First of a connection. An empty token is for the Unix socket's own tenant."""
+
+    protocol: int
+    token: str
+    client: str  # who is asking: for logs and `stat`
+
+
+class Welcome(Message, frozen=True, tag="welcome"):
+    """`ticket` lets another Unix connection fetch descriptors for this session; empty over TCP."""
+
+    protocol: int
+    node: str
+    epoch: int
+    tenant: str
+    ticket: bytes
+    may_write: bool
+    admin: bool
+    slab_bytes: int
+    batch_blocks: int
+    frame_bytes: int
+
+
+class Attach(Message, frozen=True, tag="attach"):
+    """Descriptors for the session of `ticket`: of its index and ring if `slab_ids` is empty, else of those slabs.
+
+    They come with the answer as SCM_RIGHTS, slabs read-only unless the session may write.
+    """
+
+    ticket: bytes
+    slab_ids: tuple[int, ...]
+
+
+class Attached(Message, frozen=True, tag="attached"):
+    sizes: tuple[int, ...]  # bytes of each, in the order of the descriptors
+
+
+class Open(Message, frozen=True, tag="open"):
+    """Name a namespace. The first to use a name says what it stands for."""
+
+    name: str
+    namespace: Namespace | None  # None: whatever the name stands for already
+
+
+class Opened(Message, frozen=True, tag="opened"):
+    number: int
+    root: bytes
+    namespace: Namespace
+
+
+class Match(Message, frozen=True, tag="match"):
+    """How many of a chain's blocks are here, from the first. Holds nothing."""
+
+    namespace: int
+    keys: bytes
+
+
+class Matched(Message, frozen=True, tag="matched"):
+    blocks: int
+
+
+class Acquire(Message, frozen=True, tag="acquire"):
+    """Hold the longest prefix of `keys` that is here, or is being written and comes within `wait_ms`.
+
+    With `layers` > 0 a block that is being written counts as soon as that many layers are in place.
+    With `deliver` nothing is held beyond the answer: the blocks follow it as payload.
+    """
+
+    namespace: int
+    keys: bytes
+    lease_ms: int
+    wait_ms: int = 0
+    layers: int = 0
+    deliver: bool = False
+
+
+class Acquired(Message, frozen=True, tag="acquired"):
+    """`lease_id` is 0 where nothing is held: an empty prefix, or delivered blocks."""
+
+    lease_id: int
+    lease_ms: int  # as long as it was asked for, or as limits.lease_max lets it
+    slab_ids: bytes  # u64 each, as are all that follow
+    offsets: bytes
+    sizes: bytes
+    checksums: bytes
+    layers: bytes
+
+
+class Renew(Message, frozen=True, tag="renew"):
+    lease_id: int
+    lease_ms: int
+
+
+class Release(Message, frozen=True, tag="release"):
+    """Idempotent."""
+
+    lease_id: int
+
+
+class Put(Message, frozen=True, tag="put"):
+    """Ask for slots for a run of a chain. `parent` is the key before the first, empty at the chain's start.
+
+    With `checksums` (xxh3_64 of each, u64) all the blocks follow as payload, and those that are wanted are
+    stored at once: one round trip, for small blocks.
+    """
+
+    namespace: int
+    keys: bytes
+    parent: bytes
+    sizes: bytes
+    checksums: bytes = b""
+
+
+class Placed(Message, frozen=True, tag="placed"):
+    """`placements` has one byte per key (kvstore.types.Placement); slabs and offsets are of the granted ones."""
+
+    grant_id: int  # 0 where nothing was granted, or what was is stored already
+    placements: bytes
+    slab_ids: bytes
+    offsets: bytes
+
+
+class Progress(Message, frozen=True, tag="progress"):
+    """The first `layers` layers of every block of the grant are in place."""
+
+    grant_id: int
+    layers: int
+
+
+class Commit(Message, frozen=True, tag="commit"):
+    """Every block of the grant is in place, or follows as payload."""
+
+    grant_id: int
+    checksums: bytes  # xxh3_64 of each, u64
+
+
+class Abort(Message, frozen=True, tag="abort"):
+    """The writer will not write any more. Idempotent."""
+
+    grant_id: int
+
+
+class Report(Message, frozen=True, tag="report"):
+    """A reader found bytes that do not have their checksum: the node looks for itself, and drops them if so."""
+
+    namespace: int
+    keys: bytes
+
+
+class Reported(Message, frozen=True, tag="reported"):
+    corrupt: int
+
+
+class Evict(Message, frozen=True, tag="evict"):
+    """Delete blocks by key, or all of the namespace with `whole`."""
+
+    namespace: int
+    keys: bytes
+    whole: bool = False
+
+
+class Evicted(Message, frozen=True, tag="evicted"):
+    blocks: int
+    freed_bytes: int
+
+
+class Pin(Message, frozen=True, tag="pin"):
+    """Keep the prefix of `keys` that is here: `hard` never goes, soft goes last."""
+
+    namespace: int
+    keys: bytes
+    hard: bool
+    ttl_ms: int
+
+
+class Pinned(Message, frozen=True, tag="pinned"):
+    pin_id: int  # 0 where nothing was there to pin
+    blocks: int
+
+
+class Unpin(Message, frozen=True, tag="unpin"):
+    pin_id: int
+
+
+class Explain(Message, frozen=True, tag="explain"):
+    """Why these blocks would hit or miss. With `tokens` (u32 each) other namespaces are looked at too."""
+
+    namespace: int
+    keys: bytes
+    tokens: bytes = b""
+
+
+class Explained(Message, frozen=True, tag="explained"):
+    blocks: list[dict[str, Any]]
+
+
+class List(Message, frozen=True, tag="list"):
+    """Blocks of a namespace, in no order but a stable one, after the key `after` (empty: from the start)."""
+
+    namespace: int
+    after: bytes
+    limit: int
+
+
+class Listed(Message, frozen=True, tag="listed"):
+    blocks: list[dict[str, Any]]
+    more: bool
+
+
+class Stat(Message, frozen=True, tag="stat"):
+    """What the node says of itself, of the tenant's namespaces, of its tiers."""
+
+
+class Stats(Message, frozen=True, tag="stats"):
+    values: dict[str, Any]
+
+
+class SetTier(Message, frozen=True, tag="set_tier"):
+    """Change a tier while it serves. None leaves a value as it is. Needs an admin."""
+
+    tier: str
+    capacity_bytes: int | None = None
+    high_watermark: float | None = None
+    low_watermark: float | None = None
+
+
+class Check(Message, frozen=True, tag="check"):
+    """Fsck of the live node. Needs an admin."""
+
+
+class Checked(Message, frozen=True, tag="checked"):
+    problems: list[str]
+
+
+class Done(Message, frozen=True, tag="done"):
+    """It is done, and there is nothing more to say."""
+
+
+class Failed(Message, frozen=True, tag="failed"):
+    code: str
+    message: str
+    retry_after_s: float = 0.0
+
+
+Request = (
+    Hello | Attach | Open | Match | Acquire | Renew | Release | Put | Progress | Commit | Abort | Report
+    | Evict | Pin | Unpin | Explain | List | Stat | SetTier | Check
+)  # fmt: skip
+Reply = (
+    Welcome | Attached | Opened | Matched | Acquired | Placed | Reported | Evicted | Pinned | Explained
+    | Listed | Stats | Checked | Done | Failed
+)  # fmt: skip
+
+REQUESTS: dict[str, type[Message]] = {str(cls.__struct_config__.tag): cls for cls in Request.__args__}
+REPLIES: dict[str, type[Message]] = {str(cls.__struct_config__.tag): cls for cls in Reply.__args__}
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_request = msgspec.msgpack.Decoder(Request)
+_decode_reply = msgspec.msgpack.Decoder(Reply)
+UNDECODABLE = (msgspec.MsgspecError, ValueError, RecursionError)  # the last: arrays in arrays in arrays
+
+
+class Frame(NamedTuple):
+    """What a header announces, in bytes."""
+
+    body_bytes: int
+    payload_bytes: int
+
+
+def encode(message: Message, payload_bytes: int = 0) -> bytes:
+    """Header and body of a frame; the payload is sent after it."""
+    body = _encode(message)
+    return HEADER.pack(len(body), MAGIC, payload_bytes) + body
+
+
+def parse_header(header: bytes | bytearray | memoryview, limit_bytes: int) -> Frame:
+    """Raises ProtocolError for what is no frame, or one over the limit."""
+    if len(header) != HEADER.size:
+        raise ProtocolError(f"a header has {HEADER.size} bytes, not {len(header)}")
+    body_bytes, magic, payload_bytes = HEADER.unpack(header)
+    if magic != MAGIC:
+        raise ProtocolError(f"not a frame of this protocol: magic {magic:#010x}")
+    if body_bytes > limit_bytes:
+        raise ProtocolError(f"a frame of {body_bytes} bytes is over the limit of {limit_bytes}")
+    return Frame(body_bytes, payload_bytes)
+
+
+def decode_request(body: bytes | bytearray | memoryview) -> Any:
+    """One of `Request`. Raises ProtocolError."""
+    try:
+        return _decode_request.decode(body)
+    except UNDECODABLE as error:
+        raise ProtocolError(f"not a request: {error}") from error
+
+
+def decode_reply(body: bytes | bytearray | memoryview) -> Any:
+    """One of `Reply`. Raises ProtocolError."""
+    try:
+        return _decode_reply.decode(body)
+    except UNDECODABLE as error:
+        raise ProtocolError(f"not a reply: {error}") from error
+
+
+def failed(request_id: int, error: StoreError) -> Failed:
+    retry_after_s = error.retry_after_s if isinstance(error, Rejected) else 0.0
+    return Failed(request_id, error.code, str(error), retry_after_s)
+
+
+def to_error(reply: Failed) -> StoreError:
+    """The exception that the node translated into `reply`; an unknown code is a ProtocolError."""
+    cls = ERRORS.get(reply.code)
+    if cls is None:
+        return ProtocolError(f"unknown error {reply.code!r}: {reply.message}")
+    if issubclass(cls, Rejected):
+        return cls(reply.message, reply.retry_after_s)
+    return cls(reply.message)
+
+
+def pack_u64(values: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(values)}Q", *values)
+
+
+def unpack_u64(packed: bytes) -> tuple[int, ...]:
+    """Raises ProtocolError when it is no whole number of u64."""
+    if len(packed) % 8:
+        raise ProtocolError(f"{len(packed)} bytes are no whole number of u64")
+    return struct.unpack(f"<{len(packed) // 8}Q", packed)
+
+
+def pack_keys(keys: Iterable[BlockKey]) -> bytes:
+    return b"".join(keys)
+
+
+def unpack_keys(packed: bytes, key_bytes: int) -> list[BlockKey]:
+    """Raises ProtocolError when it is no whole number of keys."""
+    if len(packed) % key_bytes:
+        raise ProtocolError(f"{len(packed)} bytes are no whole number of keys of {key_bytes}")
+    return [BlockKey(packed[at : at + key_bytes]) for at in range(0, len(packed), key_bytes)]

@@ -1,0 +1,1 @@
+"""The Conductor: decides which prefill and decode instance takes a request."""

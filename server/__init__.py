@@ -1,0 +1,1 @@
+"""The processes: a node, its REST interface and its commands."""

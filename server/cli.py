@@ -1,0 +1,104 @@
+"""The command `cairn`: which commands there are. Exit codes: 0 done, 1 failed or no, 2 bad usage or input."""
+
+import importlib
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+import typer
+
+from kvstore.errors import ConfigError
+from server.commands import check, config, evict, explain, get, ls, match, namespace, node, pin, put, stat, tiers, top
+from server.commands.reach import BareCommand, LocalCommand, NodeCommand
+
+app = typer.Typer(
+    name="cairn",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+
+PANELS: dict[str, dict[str, Callable[..., None]]] = {
+    "Blocks": {
+        "put": put.put,
+        "get": get.get,
+        "match": match.match,
+        "ls": ls.ls,
+        "evict": evict.evict,
+        "pin": pin.pin,
+        "unpin": pin.unpin,
+        "explain": explain.explain,
+    },
+    "Watch and operate": {"stat": stat.stat, "top": top.top, "tiers": tiers.tiers, "check": check.check},
+}
+SERVE = "Serve"
+
+
+def _show_version(*, wanted: bool | None) -> None:
+    if not wanted:
+        return
+    try:
+        typer.echo(f"cairn {version('cairn-kv')}")
+    except PackageNotFoundError:
+        typer.echo("cairn, not installed")
+    raise typer.Exit
+
+
+@app.callback()
+def cairn(
+    *,
+    show_version: Annotated[
+        bool | None, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = None,
+) -> None:
+    """Cairn keeps the KV cache of LLM engines: a prompt's prefix is computed once and used by all on the host.
+
+    \b
+    A first look:
+      cairn node &
+      cairn stat
+      cairn top
+    """
+
+
+app.command(
+    "node",
+    cls=LocalCommand,
+    rich_help_panel=SERVE,
+    context_settings=config.ANY_SETTING,
+    options_metavar="[OPTIONS] [--a.b.c VALUE]...",
+)(node.node)
+
+
+@app.command("demo", cls=BareCommand, rich_help_panel=SERVE, context_settings=config.ANY_SETTING, add_help_option=False)
+def demo(context: typer.Context) -> None:
+    """One process computes a prompt's prefix, another decodes from it; needs the extra `engine`.
+
+    \b
+    Example:
+      cairn demo
+    """
+    try:
+        module = importlib.import_module("server.commands.demo")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the demo needs {error.name}: pip install 'cairn-kv[engine]'") from error
+    inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    inner.command("demo", cls=BareCommand)(module.demo)
+    inner(args=context.args, prog_name="cairn demo")
+
+
+app.add_typer(config.app, name="config", rich_help_panel=SERVE)
+for panel, commands in PANELS.items():
+    for name, command in commands.items():
+        app.command(name, cls=NodeCommand, rich_help_panel=panel)(command)
+app.add_typer(namespace.app, name="namespace", rich_help_panel="Blocks")
+
+
+def main() -> None:
+    """The entry point; ends the process."""
+    app(prog_name="cairn")
+
+
+if __name__ == "__main__":
+    main()

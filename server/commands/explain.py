@@ -1,0 +1,55 @@
+"""`cairn explain`: why blocks hit or miss."""
+
+from typing import Annotated, Any
+
+import typer
+
+from server.commands import inputs, output
+from server.commands.reach import invocation, node
+
+
+def explain(
+    context: typer.Context,
+    namespace: Annotated[str, typer.Argument(help="Its name.")],
+    key: Annotated[list[str] | None, typer.Argument(help="Keys of blocks.", metavar="KEY...")] = None,
+    *,
+    tokens: Annotated[str, typer.Option(metavar="FILE", help="Token ids of a prompt; - is stdin.")] = "",
+    prompt_ids: Annotated[str, typer.Option(metavar="IDS", help="Token ids of a prompt: 1,2,3.")] = "",
+) -> None:
+    """Say why blocks hit or miss.
+
+    Never stored, evicted (when, and by what), refused, or being written. With
+    tokens the tenant's other namespaces are looked at too, and the field that
+    keeps them apart is named.
+
+    \b
+    Examples:
+      cairn explain llama --tokens prompt.ids
+      cairn explain llama 00112233445566778899aabbccddeeff
+    """
+    given = inputs.keys(key or [])
+    inputs.just_one({"KEY": given, "--tokens": tokens, "--prompt-ids": prompt_ids})
+    ids = [] if given else inputs.tokens(tokens, prompt_ids)
+    with node(context) as client:
+        space = client.find(namespace, inputs.part_of(given))
+        rows = client.explain(space, inputs.chain(space, given, ids), inputs.packed(ids))
+    if invocation(context).json:
+        output.emit_rows(rows)
+    else:
+        _print(rows)
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    shown = output.table(">block", "#key", "hit", "tier", ">size", "#why")
+    for position, row in enumerate(rows):
+        shown.add_row(
+            str(position),
+            row["key"],
+            "hit" if row["hit"] else "miss",
+            row["tier"],
+            output.size_text(row["bytes"]) if row["hit"] else "",
+            row["reason"],
+        )
+    hits = sum(row["hit"] for row in rows)
+    first = next((position for position, row in enumerate(rows) if not row["hit"]), len(rows))
+    output.say(shown, f"{hits:,} of {output.count_text(len(rows), 'block')} are there; a reader gets {first:,}")

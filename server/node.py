@@ -1,0 +1,273 @@
+"""The node process: one event loop that owns the table and serves Unix, TCP and HTTP clients."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+from engine_client.address import Address
+from kvstore.catalogue import Tenant
+from kvstore.clock import MonotonicClock
+from kvstore.copier import Copier
+from kvstore.errors import ConfigError
+from kvstore.intake import Limits
+from kvstore.store import Store
+from kvstore.table import BlockTable
+from kvstore.tiers import TierSpec
+from kvstore.tiers.dram import DramTier
+from kvstore.types import DRAM, Owner
+from kvstore.upkeep import Upkeep
+from server.config import Config, host_port
+from server.connection import Connection
+from server.rest import RestServer
+from server.session import Session
+from server.tenants import doorkeeper
+
+log = logging.getLogger("cairn.node")
+
+LEAST_INDEX_ENTRIES, MOST_INDEX_ENTRIES = 1 << 16, 1 << 24
+INDEX_BYTES_PER_ENTRY = 512  # of capacity; the table is sparse memory, so generous is cheap
+
+
+class Node:
+    """One node. `start`, then `stop`; or `serve` until a signal comes. Nothing happens before `start`."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        run_dir = Path(config.node.run_dir)
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.doorkeeper = doorkeeper(config)
+        self.epoch = _next_epoch(run_dir / f"{config.node.name}.epoch")
+        self.tickets: dict[bytes, Session] = {}
+        self.store = _make_store(config, self.epoch)
+        dram = config.tiers.dram
+        self.upkeep = Upkeep(self.store, capacity_bytes=dram.capacity, high=dram.high_watermark, low=dram.low_watermark)
+        self._owners = count(1)
+        self._connections: dict[Connection, None] = {}  # oldest first
+        self._servers: list[asyncio.Server] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._rest: RestServer | None = None
+        self._crash: BaseException | None = None
+        self._stopping = asyncio.Event()
+
+    # For connections.
+
+    def connected(self, connection: Connection) -> bool:
+        """Count a connection in; False when there are too many. Who has not said who it is makes way for others."""
+        self._connections[connection] = None
+        if len(self._connections) <= self.config.limits.connections:
+            return True
+        stranger = next(other for other in self._connections if other.is_stranger)
+        if stranger is not connection:
+            del self._connections[stranger]
+            stranger.make_way()
+        return stranger is not connection
+
+    def disconnected(self, connection: Connection, ticket: bytes) -> None:
+        self._connections.pop(connection, None)
+        self.tickets.pop(ticket, None)
+
+    def new_session(self, tenant: Tenant, path: str) -> Session:
+        """`path` is shared, tcp or rest. The caller ends it."""
+        return Session(self.store, self.upkeep, tenant, Owner(next(self._owners)), path)
+
+    def crashed(self, error: BaseException | None) -> None:
+        """A broken invariant: serving on could mean wrong bytes, so the process ends with code 70."""
+        self._crash = self._crash or error
+        log.critical("broken invariant, the node stops: %r", error, exc_info=error)
+        self._stopping.set()
+
+    @property
+    def is_ready(self) -> bool:
+        return bool(self._servers) and self.upkeep.resized.is_set() and not self._stopping.is_set()
+
+    @property
+    def connections(self) -> dict[str, int]:
+        kinds = [connection.kind for connection in self._connections]
+        return {kind: kinds.count(kind) for kind in ("unix", "tcp")}
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Where clients find it, by kind (unix, tcp, rest), with the real ports where 0 was configured."""
+        node, rest = self.config.node, self.config.rest
+        found = {"unix": f"unix://{node.unix_socket}"}
+        for server in self._servers[1:]:
+            host, _ = host_port(node.tcp_listen)
+            port = server.sockets[0].getsockname()[1]
+            found["tcp"] = str(Address(host=host, port=port, tls=bool(node.tls_cert)))
+        if self._rest is not None:
+            host, _ = host_port(rest.listen)
+            found["rest"] = f"http://{f'[{host}]' if ':' in host else host}:{self._rest.port}"
+        return found
+
+    # Life.
+
+    async def start(self) -> None:
+        """Serve once the first slab is ready; the rest of the memory is made ready while serving.
+
+        Raises ConfigError when memory, a socket or a certificate cannot be had as configured.
+        """
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._loop_failed)
+        await self.store.sizing.grow()
+        self._spawn(self.upkeep.tend)
+        self._spawn(self.upkeep.keep_size)
+        node = self.config.node
+        self._servers.append(await self._listen_unix(Path(node.unix_socket), int(node.unix_mode, 8)))
+        if node.tcp_listen:
+            self._servers.append(await self._listen_tcp())
+        if self.config.rest.listen:
+            self._rest = RestServer(self)
+            await self._rest.start()
+        log.info("node %s, epoch %d, serves at %s", node.name, self.epoch, node.unix_socket)
+
+    async def serve(self, ready: Callable[[], None] = lambda: None) -> int:
+        """Until SIGTERM or SIGINT; the process's exit code. Calls `ready` when clients can connect."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stopping.set)
+        await self.start()
+        ready()
+        await self._stopping.wait()
+        await self.stop()
+        return 70 if self._crash is not None else 0
+
+    async def stop(self) -> None:
+        """Take no more clients, let requests under way end for `drain_seconds`, then close."""
+        self._stopping.set()
+        for server in self._servers:
+            server.close()
+        if self._rest is not None:
+            await self._rest.stop()
+        connections = list(self._connections)
+        for connection in connections:
+            connection.close()
+        if connections:
+            await asyncio.wait(
+                [asyncio.ensure_future(connection.closed.wait()) for connection in connections],
+                timeout=self.config.node.drain_seconds,
+            )
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.store.exports.close()
+        await self.store.dram.aclose()
+        self.store.copier.close()
+        _remove(Path(self.config.node.unix_socket))
+
+    def _spawn(self, work: Callable[[], object]) -> None:
+        async def supervised() -> None:
+            try:
+                await work()  # type: ignore[misc]
+            except Exception as error:
+                self.crashed(error)
+
+        self._tasks.append(asyncio.get_running_loop().create_task(supervised()))
+
+    def _loop_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+        error = context.get("exception")
+        if isinstance(error, OSError):
+            log.info("connection: %s", error)
+        elif isinstance(error, BaseException):
+            self.crashed(error)
+        else:
+            log.warning("%s", context.get("message"))
+
+    async def _listen_unix(self, path: Path, mode: int) -> asyncio.Server:
+        _remove_stale(path)
+        before = os.umask(0o777 & ~mode)
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.create_unix_server(lambda: Connection(self, "unix"), str(path))
+        except OSError as error:
+            raise ConfigError(f"node.unix_socket {path}: {error.strerror}") from error
+        finally:
+            os.umask(before)
+
+    async def _listen_tcp(self) -> asyncio.Server:
+        node = self.config.node
+        host, port = host_port(node.tcp_listen)
+        context = None
+        try:
+            if node.tls_cert:
+                context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+                context.load_cert_chain(node.tls_cert, node.tls_key)
+            loop = asyncio.get_running_loop()
+            return await loop.create_server(lambda: Connection(self, "tcp"), host, port, ssl=context)
+        except OSError as error:  # ssl.SSLError is one
+            raise ConfigError(f"node.tcp_listen {node.tcp_listen}: {error.strerror or error}") from error
+
+
+def _make_store(config: Config, epoch: int) -> Store:
+    dram, limits = config.tiers.dram, config.limits
+    copier = Copier(config.copier.threads)
+    medium = DramTier(
+        TierSpec(DRAM, dram.slab),
+        copier,
+        huge_pages=dram.huge_pages,
+        mlock=dram.mlock,
+        prefault=dram.prefault,
+    )
+    return Store(
+        BlockTable({DRAM: dram.slab}, dram.policy),
+        medium,
+        copier,
+        MonotonicClock(),
+        limits=Limits(
+            batch_blocks=limits.batch_blocks,
+            inflight_bytes=limits.inflight_bytes,
+            leases_per_client=limits.leases_per_client,
+            lease_max_s=limits.lease_max,
+            put_timeout_s=limits.put_timeout,
+            wait_max_s=limits.wait_max,
+            namespaces_per_tenant=limits.namespaces_per_tenant,
+            explain_history=limits.explain_history,
+            pins_per_tenant=limits.pins_per_tenant,
+        ),
+        index_entries=_index_entries(config.index.entries, dram.capacity),
+        epoch=epoch,
+    )
+
+
+def _index_entries(wanted: int, capacity_bytes: int) -> int:
+    """A power of two, as an index has."""
+    if wanted:
+        return 1 << (wanted - 1).bit_length()
+    enough = 1 << (capacity_bytes // INDEX_BYTES_PER_ENTRY - 1).bit_length()
+    return min(max(enough, LEAST_INDEX_ENTRIES), MOST_INDEX_ENTRIES)
+
+
+def _next_epoch(path: Path) -> int:
+    """Greater than at every start before, even if the clock was set back."""
+    try:
+        last = int(path.read_text())
+    except (OSError, ValueError):
+        last = 0
+    epoch = max(last + 1, time.time_ns() // 1_000_000)
+    beside = path.with_suffix(".epoch.new")
+    beside.write_text(str(epoch))
+    beside.replace(path)
+    return epoch
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
+def _remove_stale(path: Path) -> None:
+    """A socket file that nobody answers at is what a killed node left. Raises ConfigError when one answers."""
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            _remove(path)
+            return
+    raise ConfigError(f"another node serves at {path}")

@@ -1,0 +1,245 @@
+"""What the JSON bodies of the REST interface look like."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+
+from kvstore.prefix import LIMITS, MAX_TEXT_BYTES, MAX_TOKEN
+from server.config import YEAR_S
+
+KEY_PATTERN = "^[0-9a-fA-F]{32}([0-9a-fA-F]{4})?$"
+CHECKSUM_PATTERN = "^[0-9a-fA-F]{16}$"
+SIZE_PATTERN = r"^\d{1,15}(\.\d{1,3})? ?(B|KiB|MiB|GiB|TiB)?$"
+NAME_PATTERN = "^[ -.0-~]{1,128}$"  # printable ASCII but '/'
+
+EXAMPLE_KEY = "9f86d081884c7d659a2feaa0c55ad015"
+EXAMPLE_CHECKSUM = "2d06800538d394c2"
+
+Key = Annotated[str, Field(pattern=KEY_PATTERN, examples=[EXAMPLE_KEY])]
+Token = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0, "maximum": MAX_TOKEN})]  # `chain` checks it
+Text = Annotated[str, Field(max_length=MAX_TEXT_BYTES)]
+RequiredText = Annotated[str, Field(min_length=1, max_length=MAX_TEXT_BYTES)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class Body(BaseModel):
+    """What a client sends: of the types it is documented to have, and nothing else."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Answer(BaseModel):
+    """What the node sends. Rows of the node's own say at least what is declared here."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+
+def _limit(name: str) -> Any:
+    low, high = LIMITS[name]
+    return Field(ge=low, le=high)
+
+
+class NamespaceFields(Body):
+    """What gives the bytes of a block their meaning; see kvstore.prefix.Namespace. Text is at most 256 bytes."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "model": "HuggingFaceTB/SmolLM2-135M-Instruct",
+                    "dtype": "bfloat16",
+                    "layout": "kv-layer-head-token-dim",
+                    "block_tokens": 16,
+                    "layers": 30,
+                }
+            ]
+        }
+    )
+
+    model: RequiredText
+    revision: Text = ""
+    weights_epoch: Annotated[int, _limit("weights_epoch")] = 0
+    dtype: RequiredText
+    layout: RequiredText
+    block_tokens: Annotated[int, _limit("block_tokens")]
+    adapter: Text = ""
+    hash: Literal["xxh3", "sha256"] = "xxh3"
+    parts: Annotated[int, _limit("parts")] = 1
+    layers: Annotated[int, _limit("layers")]
+    block_bytes: Annotated[int, _limit("block_bytes")] = 0
+
+
+class ByKeys(Body):
+    """Blocks by their keys, in the order of the chain."""
+
+    keys: list[Key]
+
+
+class ByTokens(Body):
+    """Blocks by the prompt's token ids; a partial last block has no key."""
+
+    tokens: Annotated[list[Token], Field(examples=[[1, 4093, 198, 2683]])]
+
+
+class EvictAll(Body):
+    """Every block of the namespace."""
+
+    all: Literal[True]
+
+
+Ttl = Annotated[float, Field(gt=0, le=YEAR_S, examples=[3600])]
+Hard = Annotated[bool, Field(description="Never evicted; otherwise only after all that is not pinned.")]
+
+
+class PinKeys(ByKeys):
+    hard: Hard = False
+    ttl_seconds: Ttl
+
+
+class PinTokens(ByTokens):
+    hard: Hard = False
+    ttl_seconds: Ttl
+
+
+class TierChange(Body):
+    """What is absent stays as it is. Capacity is rounded down to whole slabs."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"capacity": "2GiB", "high_watermark": 0.9}]})
+
+    capacity: Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=SIZE_PATTERN)] | None = None
+    high_watermark: Share | None = None
+    low_watermark: Share | None = None
+
+
+class ProblemDocument(Answer):
+    """RFC 9457. `code` is that of docs/errors.md, or one of HTTP's own in docs/rest.md."""
+
+    type: Annotated[str, Field(examples=["urn:cairn:problem:not_found"])]
+    title: str
+    status: Annotated[int, Field(ge=400, le=599)]
+    detail: str
+    code: str
+    retry_after: Annotated[float | None, Field(description="Seconds.")] = None
+    errors: list["InvalidField"] | None = None
+    differences: Annotated[list[str] | None, Field(description="Of two namespaces, a field each.")] = None
+
+
+class InvalidField(Answer):
+    location: str
+    message: str
+
+
+class StoredBlock(Answer):
+    key: str
+    bytes: int
+    checksum: Annotated[str, Field(description="xxh3_64 of the bytes, in hex.")]
+
+
+class BlockRow(Answer):
+    key: str
+    parent: Annotated[str, Field(description="Key of the block before it; empty at a chain's start.")]
+    tier: str
+    bytes: int
+    state: Annotated[str, Field(description="written, or allocated while it is being written.")]
+    checksum: str
+    layers: int
+    holders: Annotated[int, Field(description="Leases, hard pins, and its writer.")]
+
+
+class BlockList(Answer):
+    blocks: list[BlockRow]
+    next: Annotated[str | None, Field(description="What to give as `after` to go on; null at the end.")]
+
+
+class NamespaceRow(Answer):
+    name: str
+    names: Annotated[list[str], Field(description="All names of the same fields.")]
+    number: int
+    root: Annotated[str, Field(description="The key before the first block, in hex.")]
+    fingerprint: str
+    blocks: int
+    hit_blocks: int
+    missed_blocks: int
+    fields: dict[str, Any]
+
+
+class NamespaceList(Answer):
+    namespaces: list[NamespaceRow]
+
+
+class MatchResult(Answer):
+    matched_blocks: int
+    matched_tokens: int
+    keys: Annotated[list[str], Field(description="Of the whole chain: the first `matched_blocks` are here.")]
+
+
+class ExistsResult(Answer):
+    exists: Annotated[list[bool], Field(description="In the order of the keys.")]
+
+
+class EvictResult(Answer):
+    blocks: int
+    freed_bytes: int
+
+
+class PinResult(Answer):
+    pin_id: Annotated[int | None, Field(description="null when nothing was here to pin.")]
+    blocks: Annotated[int, Field(description="How many from the first are here, and pinned.")]
+
+
+class PinRow(Answer):
+    pin_id: int
+    hard: bool
+    blocks: int
+    bytes: int
+    expires_in_seconds: float
+
+
+class PinList(Answer):
+    pins: list[PinRow]
+
+
+class ExplainRow(Answer):
+    key: str
+    hit: bool
+    tier: str
+    reason: str
+    bytes: int
+
+
+class ExplainResult(Answer):
+    blocks: list[ExplainRow]
+
+
+class SizeClass(Answer):
+    slot_bytes: int
+    slabs: int
+    slots: int
+    used: int
+
+
+class TierRow(Answer):
+    tier: str
+    capacity_bytes: Annotated[int, Field(description="Of the slabs there are now.")]
+    target_bytes: Annotated[int, Field(description="The capacity it is being brought to.")]
+    used_bytes: int
+    blocks: int
+    draining: Annotated[int, Field(description="Blocks that are gone for new readers and still held by old ones.")]
+    high_watermark: float
+    low_watermark: float
+    slab_bytes: int
+    slabs: dict[str, int]
+    medium: dict[str, Any]
+    classes: list[SizeClass]
+
+
+class TierList(Answer):
+    tiers: list[TierRow]
+
+
+class CheckResult(Answer):
+    problems: Annotated[list[str], Field(description="Empty when all is well.")]
+
+
+class Health(Answer):
+    status: str

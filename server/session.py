@@ -1,0 +1,324 @@
+"""One client's dealings with the node: each wire request becomes a call of the store, for one tenant.
+
+Connections and REST use it alike, so both have the same limits, checks and errors. `handle` answers at once
+where nothing has to be waited for, else with a coroutine.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, cast
+
+from kvstore import wire
+from kvstore.catalogue import OpenNamespace, Tenant
+from kvstore.check import check
+from kvstore.errors import Forbidden, InvalidRequest, NotFound, ProtocolError
+from kvstore.explain import explain
+from kvstore.holds import Lease
+from kvstore.intake import Placing
+from kvstore.region import Region
+from kvstore.store import Store
+from kvstore.table import Replica
+from kvstore.types import DRAM, BlockKey, Cause, Owner, State
+from kvstore.upkeep import Upkeep
+from kvstore.wire import pack_u64, unpack_u64
+from server.receipt import Receipt, complete, keys_of, receive_commit, receive_put
+from server.stats import stats
+
+Answer = wire.Message | Awaitable[wire.Message]
+
+WRITES = (wire.Put, wire.Progress, wire.Commit, wire.Abort, wire.Evict, wire.Pin, wire.Unpin)
+ADMIN = (wire.SetTier, wire.Check)
+LIST_LIMIT = 10_000
+
+
+class Session:
+    """`path` names how blocks travel to this client: shared, tcp or rest; for the counters."""
+
+    def __init__(self, store: Store, upkeep: Upkeep, tenant: Tenant, owner: Owner, path: str) -> None:
+        self.store = store
+        self.upkeep = upkeep
+        self.tenant = tenant
+        self.owner = owner
+        self.path = path
+        self._handlers: dict[type[wire.Message], Callable[[Any], Answer]] = {
+            wire.Open: self._open,
+            wire.Match: self._match,
+            wire.Acquire: self._acquire,
+            wire.Renew: self._renew,
+            wire.Release: self._release,
+            wire.Put: self._put,
+            wire.Progress: self._progress,
+            wire.Commit: self._commit,
+            wire.Abort: self._abort,
+            wire.Report: self._report,
+            wire.Evict: self._evict,
+            wire.Pin: self._pin,
+            wire.Unpin: self._unpin,
+            wire.Explain: self._explain,
+            wire.List: self._list,
+            wire.Stat: self._stat,
+            wire.SetTier: self._set_tier,
+            wire.Check: self._check,
+        }
+
+    def handle(self, request: wire.Message) -> Answer:
+        """The reply, or a coroutine that makes it. Raises what the store raises; changes nothing then."""
+        handler = self._handlers.get(type(request))
+        if handler is None:
+            raise ProtocolError(f"{type(request).__name__} does not belong here")
+        self._admit(request)
+        return handler(request)
+
+    def receive(self, request: wire.Message) -> Receipt:
+        """A request whose payload follows: where it goes. Continued by `received`, or `refuse` on a change of mind."""
+        self._admit(request)
+        if isinstance(request, wire.Commit):
+            return receive_commit(self.store, self.owner, request)
+        if isinstance(request, wire.Put) and request.checksums:
+            return receive_put(self.store, self.owner, self._space(request.namespace), request)
+        raise InvalidRequest(f"{type(request).__name__} has no payload")
+
+    def received(self, receipt: Receipt) -> Answer:
+        """The payload is in place: verify and commit it."""
+        return complete(self.store, self.owner, receipt, self.path)
+
+    def refuse(self, receipt: Receipt) -> None:
+        """The payload is not what was announced: free its slots."""
+        self.store.abort(self.owner, receipt.grant_id)
+
+    def _admit(self, request: wire.Message) -> None:
+        self.store.counters.requests[str(request.__struct_config__.tag)] += 1
+        if isinstance(request, WRITES) and not self.tenant.may_write:
+            raise Forbidden(f"tenant {self.tenant.name} may only read")
+        if isinstance(request, ADMIN) and not self.tenant.admin:
+            raise Forbidden(f"tenant {self.tenant.name} is no admin")
+
+    async def ask(self, request: wire.Message) -> Any:
+        """`handle`, awaited whichever way it answers."""
+        answer = self.handle(request)
+        return await answer if isinstance(answer, Awaitable) else answer
+
+    def end(self) -> None:
+        """The client is gone, and so are its mappings: free what it held."""
+        self.store.end(self.owner)
+
+    def _space(self, number: int) -> OpenNamespace:
+        return self.store.catalogue.numbered(self.tenant, number)
+
+    def _open(self, request: wire.Open) -> Answer:
+        if request.namespace is None:
+            space = self.store.catalogue.find(self.tenant, request.name)
+        else:
+            space = self.store.open(self.tenant, request.name, request.namespace)
+        return wire.Opened(request.id, space.number, space.root, space.namespace)
+
+    # Reading.
+
+    def _match(self, request: wire.Match) -> Answer:
+        space = self._space(request.namespace)
+        return wire.Matched(request.id, self.store.match(space, keys_of(space, request.keys)))
+
+    def _acquire(self, request: wire.Acquire) -> Answer:
+        space = self._space(request.namespace)
+        keys = keys_of(space, request.keys)
+        self.store.note_uses(self.owner)
+        lease, blocked = self.store.try_acquire(
+            self.owner,
+            space,
+            keys,
+            lease_s=self._lease_s(request),
+            layers=request.layers,
+            partly=request.wait_ms <= 0,
+        )
+        if blocked is None or request.wait_ms <= 0:
+            return self._acquired(request, lease)
+        return self._acquire_later(request, space, keys)
+
+    def _lease_s(self, request: wire.Acquire) -> float:
+        """A delivery is held until it is sent, whatever the client says of a lease."""
+        return self.store.limits.lease_max_s if request.deliver else request.lease_ms / 1000
+
+    async def _acquire_later(self, request: wire.Acquire, space: OpenNamespace, keys: list[BlockKey]) -> wire.Message:
+        lease = await self.store.acquire(
+            self.owner,
+            space,
+            keys,
+            lease_s=self._lease_s(request),
+            wait_s=request.wait_ms / 1000,
+            layers=request.layers,
+        )
+        return self._acquired(request, lease)
+
+    def _acquired(self, request: wire.Acquire, lease: Lease | None) -> wire.Message:
+        replicas = lease.replicas if lease is not None else ()
+        slots = [replica.slot for replica in replicas]
+        self.store.counters.loaded_bytes[self.path] += sum(replica.size for replica in replicas)
+        return wire.Acquired(
+            request.id,
+            lease.lease_id if lease is not None else 0,
+            min(request.lease_ms, int(self.store.limits.lease_max_s * 1000)),
+            pack_u64([slot.slab_id for slot in slots]),
+            pack_u64([slot.offset for slot in slots]),
+            pack_u64([replica.size for replica in replicas]),
+            pack_u64([replica.checksum for replica in replicas]),
+            pack_u64([replica.layers for replica in replicas]),
+        )
+
+    def _renew(self, request: wire.Renew) -> Answer:
+        self.store.renew(self.owner, request.lease_id, request.lease_ms / 1000)
+        return wire.Done(request.id)
+
+    def _release(self, request: wire.Release) -> Answer:
+        self.store.release(self.owner, request.lease_id)
+        return wire.Done(request.id)
+
+    # Writing.
+
+    def _put(self, request: wire.Put) -> Answer:
+        if request.checksums:
+            raise InvalidRequest("the blocks of a Put with checksums follow it as payload")
+        space = self._space(request.namespace)
+        keys = keys_of(space, request.keys)
+        parent = BlockKey(request.parent) if request.parent else None
+        sizes = unpack_u64(request.sizes)
+        placing = self.store.place(self.owner, space, keys, parent, sizes)
+        if self.store.needs_memory(placing, self.tenant):
+            self.store.withdraw(placing)  # a coroutine that is cancelled before it begins could not
+            return self._put_later(request, space, keys, parent)
+        return self._placed(request, space, keys, placing)
+
+    async def _put_later(
+        self, request: wire.Put, space: OpenNamespace, keys: list[BlockKey], parent: BlockKey | None
+    ) -> wire.Message:
+        placing = await self.store.place_slowly(space, keys, parent, unpack_u64(request.sizes))
+        return self._placed(request, space, keys, placing)
+
+    def _placed(self, request: wire.Put, space: OpenNamespace, keys: list[BlockKey], placing: Placing) -> wire.Message:
+        self.store.granted(self.owner, space, keys, placing)
+        slots = [replica.slot for replica in placing.replicas]
+        return wire.Placed(
+            request.id,
+            placing.grant.grant_id if placing.grant is not None else 0,
+            bytes(placing.placements),
+            pack_u64([slot.slab_id for slot in slots]),
+            pack_u64([slot.offset for slot in slots]),
+        )
+
+    def _progress(self, request: wire.Progress) -> Answer:
+        if self.path != "shared":
+            raise InvalidRequest("there are no layers in place before the payload, where memory is not shared")
+        self.store.progress(self.owner, request.grant_id, request.layers)
+        return wire.Done(request.id)
+
+    def _commit(self, request: wire.Commit) -> Answer:
+        if self.path != "shared":
+            raise InvalidRequest("the blocks of a Commit follow it as payload, where memory is not shared")
+        self.store.commit(self.owner, request.grant_id, unpack_u64(request.checksums), self.path)
+        return wire.Done(request.id)
+
+    def leased(self, lease_id: int) -> tuple[Replica, ...]:
+        """The replicas of a lease that was just given."""
+        return self.store.holds.leased(self.owner, lease_id)
+
+    def regions(self, slab_ids: Sequence[int]) -> tuple[list[Region], list[bool]]:
+        """The memory that this session's client may map, and whether it may write there.
+
+        For no slabs: the tenant's published index and the session's ring. NotFound for slabs that are gone or
+        another tenant's.
+        """
+        if not slab_ids:
+            exports = self.store.exports
+            return [exports.index(self.tenant), exports.ring(self.owner, self.tenant)], [False, True]
+        slabs = self.store.table.tiers[DRAM].pool.slabs
+        for slab_id in slab_ids:
+            slab = slabs.get(slab_id)
+            if slab is None or slab.tenants != {self.tenant.name}:
+                raise NotFound(f"no slab {slab_id} of tenant {self.tenant.name}")
+        regions = [self.store.dram.region(slab_id) for slab_id in slab_ids]
+        return regions, [self.tenant.may_write] * len(regions)
+
+    def _abort(self, request: wire.Abort) -> Answer:
+        self.store.abort(self.owner, request.grant_id)
+        return wire.Done(request.id)
+
+    async def _report(self, request: wire.Report) -> wire.Message:
+        space = self._space(request.namespace)
+        return wire.Reported(request.id, await self.store.verify(space, keys_of(space, request.keys)))
+
+    # Operators.
+
+    def _evict(self, request: wire.Evict) -> Answer:
+        space = self._space(request.namespace)
+        keys = None if request.whole else keys_of(space, request.keys)
+        blocks, freed_bytes = self.store.discard(space, keys, Cause.DELETED)
+        return wire.Evicted(request.id, blocks, freed_bytes)
+
+    def _pin(self, request: wire.Pin) -> Answer:
+        space = self._space(request.namespace)
+        keys = keys_of(space, request.keys)
+        if request.ttl_ms <= 0:
+            raise InvalidRequest("a pin has a time limit: ttl_ms above 0")
+        pin = self.store.pin(space, keys, hard=request.hard, ttl_s=request.ttl_ms / 1000)
+        if pin is None:
+            return wire.Pinned(request.id, 0, 0)
+        return wire.Pinned(request.id, pin.pin_id, len(pin.replicas))
+
+    def _unpin(self, request: wire.Unpin) -> Answer:
+        self.store.unpin(self.tenant, request.pin_id)
+        return wire.Done(request.id)
+
+    def _explain(self, request: wire.Explain) -> Answer:
+        space = self._space(request.namespace)
+        if len(request.tokens) % 4:
+            raise InvalidRequest("tokens are u32: a multiple of 4 bytes")
+        keys = keys_of(space, request.keys)
+        if len(keys) > self.store.limits.batch_blocks:
+            raise InvalidRequest(f"{len(keys)} blocks; batch_blocks is {self.store.limits.batch_blocks}")
+        return wire.Explained(request.id, explain(self.store, space, keys, request.tokens))
+
+    def _list(self, request: wire.List) -> Answer:
+        space = self._space(request.namespace)
+        limit = min(max(request.limit, 1), LIST_LIMIT)
+        after = BlockKey(request.after)
+        rows: list[dict[str, Any]] = []
+        seen_after = not after
+        more = False
+        for key, replica in space.spaces[0].replicas.items():
+            if not seen_after:
+                seen_after = key == after
+            elif len(rows) == limit:
+                more = True
+                break
+            else:
+                rows.append(_row(replica))
+        if not seen_after:
+            raise NotFound(f"block {after.hex()} to list after is gone: list from the start")
+        return wire.Listed(request.id, rows, more)
+
+    def _stat(self, request: wire.Stat) -> Answer:
+        self.store.note_uses()
+        return wire.Stats(request.id, stats(self.store, self.upkeep, self.tenant))
+
+    def _set_tier(self, request: wire.SetTier) -> Answer:
+        self.upkeep.set_tier(
+            request.tier,
+            capacity_bytes=request.capacity_bytes,
+            high_watermark=request.high_watermark,
+            low_watermark=request.low_watermark,
+        )
+        return wire.Done(request.id)
+
+    def _check(self, request: wire.Check) -> Answer:
+        return wire.Checked(request.id, list(check(self.store.table, self.store.holds)))
+
+
+def _row(replica: Replica) -> dict[str, Any]:
+    return {
+        "key": replica.key.hex(),
+        "parent": replica.parent.hex() if replica.parent is not None else "",
+        "tier": cast(str, replica.space.tier),
+        "bytes": replica.size,
+        "state": replica.state.value,
+        "checksum": f"{replica.checksum:016x}" if replica.state is State.WRITTEN else "",
+        "layers": replica.layers,
+        "holders": replica.holders,
+    }

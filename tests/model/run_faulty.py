@@ -1,0 +1,51 @@
+"""Run the table's tests on faulty copies of the package: `python -m tests.model.run_faulty FOLDER...`.
+
+Prints for each folder, as it is done, the exit status of pytest and the folder; what pytest said is in
+FOLDER/output. The test tools are imported once, and each run is a fork of this process: two at a time.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import hypothesis.stateful
+import pytest
+
+AT_ONCE = 2
+SUITE = [
+    *("unit/test_holds.py", "unit/test_table.py", "unit/test_slab.py", "unit/test_eviction.py"),
+    "model/test_table_model.py",
+]
+OPTIONS = ["-q", "-x", "--tb=line", "--assert=plain", "-p", "no:cacheprovider", "--noconftest", "--rootdir", "."]
+
+
+def run(folder: Path) -> None:
+    """In a fork: ends the process."""
+    os.chdir(folder)
+    output = os.open("output", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.path.insert(0, str(folder))
+    status = pytest.main([*OPTIONS, *(f"tests/{name}" for name in SUITE)])
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def main(folders: list[Path]) -> None:
+    assert hypothesis.stateful
+    assert not any(name.startswith("kvstore") for name in sys.modules), "each fork imports its own"
+    running: dict[int, Path] = {}
+    while folders or running:
+        while folders and len(running) < AT_ONCE:
+            folder = folders.pop(0)
+            child = os.fork()
+            if not child:
+                run(folder)
+            running[child] = folder
+        child, status = os.wait()
+        sys.stdout.write(f"{os.waitstatus_to_exitcode(status)} {running.pop(child)}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main([Path(folder).resolve() for folder in sys.argv[1:]])

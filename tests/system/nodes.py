@@ -1,0 +1,190 @@
+"""A real node process for tests, and what every test asks of it at the end: alive, clean, nobody holds anything."""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine_client.blocking import BlockingClient
+from kvstore.errors import StoreError
+from kvstore.prefix import Namespace
+
+REPO = Path(__file__).parents[2]
+PATIENCE_S = 20.0  # for what should take milliseconds, on a machine that is busy with other things
+SMALL = ("--tiers.dram.capacity=16MiB", "--tiers.dram.slab=1MiB", "--tiers.dram.mlock=no", "--tiers.dram.huge_pages=no")
+PROGRAM = """
+import asyncio, logging, sys, types, uvloop
+try:
+    import server.rest
+except ModuleNotFoundError:
+    sys.modules["server.rest"] = types.ModuleType("server.rest")
+    sys.modules["server.rest"].RestServer = None
+from server.config import load
+from server.node import Node
+logging.basicConfig(level="INFO")
+sys.exit(uvloop.run(Node(load(None, {}, sys.argv[1:])).serve()))
+"""
+
+
+def until(condition: Callable[[], Any], what: str = "", within_s: float = PATIENCE_S) -> Any:
+    """The first true value of `condition`; fails the test if there is none in time."""
+    deadline = time.monotonic() + within_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {within_s} s in vain for {what or condition}"
+        pause(0.005)
+    return value
+
+
+def pause(seconds: float) -> None:
+    """Give others the processor, between two looks at a condition or as the random moment that a test is about."""
+    select.select([], [], [], seconds)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class NodeProcess:
+    """`options` are settings as on the command line. The first tenant named is the admin's if there are any."""
+
+    def __init__(self, run_dir: Path, *options: str, admin_token: str = "", tls: bool = False) -> None:
+        self.run_dir = run_dir
+        self.path = f"{run_dir}/node.sock"
+        self.unix = f"unix://{self.path}"
+        self.port = free_port()
+        self.tcp = f"{'tls' if tls else 'tcp'}://127.0.0.1:{self.port}"
+        self.log_file = run_dir / "log"
+        self._admin_token = admin_token
+        self._options = (
+            f"--node.run_dir={run_dir}",
+            f"--node.tcp_listen=127.0.0.1:{self.port}",
+            "--rest.listen=",
+            *SMALL,
+            *options,
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> "NodeProcess":
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        with self.log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, *self._options],
+                cwd=REPO, stdout=log, stderr=log, env={"PATH": os.environ["PATH"], "HOME": str(self.run_dir)},
+            )  # fmt: skip
+        until(self._answers, "the node to start")
+        return self
+
+    def _answers(self) -> bool:
+        assert self.is_alive, f"the node did not start:\n{self.log}"
+        try:
+            with self.admin() as admin:
+                tier = admin.stat()["tiers"][0]
+                return bool(tier["capacity_bytes"] == tier["target_bytes"])
+        except StoreError:
+            return False
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text()
+
+    @property
+    def token(self) -> str:
+        return (self.run_dir / "token").read_text().split()[0]
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> None:
+        """As an operator does; fails the test unless the node went in peace."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+        self._process.terminate()
+        try:
+            code = self._process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+        assert code == 0, f"the node ended with {code}:\n{self.log[-4000:]}"
+        assert "Traceback" not in self.log, self.log[-4000:]
+
+    def admin(self) -> BlockingClient:
+        return BlockingClient(self.unix, self._admin_token, timeout_s=PATIENCE_S, name="admin")
+
+    def tier(self) -> dict[str, Any]:
+        with self.admin() as admin:
+            return dict(admin.stat()["tiers"][0])
+
+    def counters(self) -> dict[str, Any]:
+        with self.admin() as admin:
+            return dict(admin.stat()["counters"])
+
+    @property
+    def used_bytes(self) -> int:
+        return int(self.tier()["used_bytes"])
+
+    @property
+    def memory_bytes(self) -> int:
+        """Private memory of the process, without the slabs."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        (line,) = (line for line in status.splitlines() if line.startswith("RssAnon"))
+        return int(line.split()[1]) << 10
+
+    @property
+    def descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    def assert_clean(self) -> None:
+        assert self.is_alive, self.log[-4000:]
+        assert "broken invariant" not in self.log, self.log[-4000:]
+        with self.admin() as admin:
+            assert admin.check() == []
+
+    def empty(self, *others: BlockingClient) -> None:
+        """Delete all blocks of the admin's tenant (and of the clients `others`): what stays in use is held by somebody."""
+        with self.admin() as admin:
+            for client in (admin, *others):
+                tenant = client.connect().tenant
+                for row in client.stat()["namespaces"]:
+                    if row["tenant"] == tenant:
+                        client.evict(client.find(row["names"][0]))
+            until(lambda: nothing_held(admin), f"nobody to hold anything: {admin.stat()['tiers']}")
+            assert admin.check() == []
+
+
+def nothing_held(admin: BlockingClient) -> bool:
+    tier = admin.stat()["tiers"][0]
+    return not (tier["used_bytes"] or tier["blocks"] or tier["draining"])
+
+
+def namespace(model: str = "llama", block_tokens: int = 4, block_bytes: int = 0, layers: int = 4, parts: int = 1) -> Namespace:
+    return Namespace(
+        model=model, dtype="bf16", layout="tokens-first", block_tokens=block_tokens, layers=layers,
+        block_bytes=block_bytes, parts=parts,
+    )  # fmt: skip
+
+
+def content(key: bytes, size: int) -> bytes:
+    """What the tests store under a key: bytes that no other key has, so that a reader anywhere can tell."""
+    return (key * (size // len(key) + 1))[:size]

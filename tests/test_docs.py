@@ -1,0 +1,184 @@
+"""The documents against the code: links resolve, nothing that users meet is missing, and examples run."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from kvstore.errors import ERRORS
+from kvstore.metrics import METRICS
+from kvstore.wire import REPLIES, REQUESTS
+from server.cli import app
+from server.config import defaults, load
+from server.rest import create_app
+
+REPO = Path(__file__).parent.parent
+DOCS = REPO / "docs"
+PAGES = [REPO / "README.md", REPO / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def text(name: str) -> str:
+    return (DOCS / name).read_text()
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text())
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of the headings."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [body for name, body in FENCE.findall(page.read_text()) if name == language]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+def test_links_inside_the_repository_resolve(page):
+    for link in LINK.findall(prose(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    reached, todo = set(), [REPO / "README.md"]
+    while todo:
+        page = todo.pop()
+        if page in reached:
+            continue
+        reached.add(page)
+        for link in LINK.findall(prose(page)):
+            target = (page.parent / link.partition("#")[0]).resolve()
+            if target.suffix == ".md" and target.exists():
+                todo.append(target)
+            elif target.is_dir():
+                todo += target.glob("*.md")
+    assert {page for page in PAGES if page not in reached} == set()
+
+
+# What users meet
+
+
+def test_every_setting_is_documented_with_its_default():
+    rows = re.findall(r"^\| `([^`]+)` \| (?:`([^`]*)`)? ?\|", text("configuration.md"), re.MULTILINE)
+    assert dict(rows) == defaults()
+
+
+def test_every_setting_is_read_by_the_node():
+    code = "\n".join(path.read_text() for path in (REPO / "server").rglob("*.py") if path.name != "config.py")
+    assert [name for name in defaults() if not re.search(rf"\.{name.rpartition('.')[2]}\b", code)] == []
+
+
+def commands(command: Any, path: str) -> Iterator[str]:
+    if hasattr(command, "commands"):
+        for name, inner in command.commands.items():
+            yield from commands(inner, f"{path} {name}")
+    else:
+        yield path
+
+
+def test_every_command_is_documented():
+    page = text("cli.md")
+    missing = [path for path in commands(typer.main.get_command(app), "cairn") if path not in page]
+    assert missing == []
+
+
+def test_every_path_of_the_rest_interface_is_documented():
+    page = text("rest.md")
+    operations = [
+        f"{method.upper()} {path}"
+        for path, methods in create_app(None).openapi()["paths"].items()
+        for method in methods
+    ]
+    assert operations
+    assert [operation for operation in operations if operation not in page] == []
+
+
+def test_every_metric_is_documented():
+    page = text("metrics.md")
+    assert [name for name in METRICS if f"`{name}`" not in page] == []
+    assert [name for name in re.findall(r"`(cairn_\w+)`", page) if name not in METRICS] == []
+
+
+def test_every_error_is_documented_with_its_class_and_whether_to_try_again():
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (yes|no) \|", text("errors.md"), re.MULTILINE)
+    assert rows == [(code, error.__name__, "yes" if error.retryable else "no") for code, error in ERRORS.items()]
+
+
+def test_every_message_is_documented():
+    page = text("protocol.md")
+    missing = [verb for verb in {**REQUESTS, **REPLIES} if f"`{verb}`" not in page]
+    assert missing == []
+
+
+def test_every_module_of_the_store_is_in_the_architecture():
+    page = text("architecture.md")
+    modules = [path for path in (REPO / "kvstore").glob("*.py") if path.name != "__init__.py"]
+    assert [path.name for path in modules if path.name not in page] == []
+
+
+# Examples
+
+
+def test_every_make_target_that_is_named_exists():
+    targets = set(re.findall(r"^([a-z]+):", (REPO / "Makefile").read_text(), re.MULTILINE))
+    shell = "\n".join(block for page in PAGES for block in blocks(page, "sh"))
+    named = set(re.findall(r"^make ([a-z]+)\b", shell, re.MULTILINE))
+    assert named
+    assert named <= targets
+
+
+def test_every_cairn_command_in_an_example_exists():
+    known = set(commands(typer.main.get_command(app), "cairn"))
+    shell = "\n".join(block for page in PAGES for block in blocks(page, "sh"))
+    for line in re.findall(r"^cairn .*$", shell, re.MULTILINE):
+        words = line.split()
+        assert {" ".join(words[:2]), " ".join(words[:3])} & known, line
+
+
+@pytest.fixture
+def node(tmp_path) -> Iterator[dict[str, str]]:
+    """The environment in which examples find a small node without being told where it is."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("CAIRN_")}
+    environ |= {"XDG_RUNTIME_DIR": str(tmp_path), "PYTHONPATH": str(REPO)}
+    settings = ["--tiers.dram.capacity=64MiB", "--tiers.dram.slab=4MiB", "--node.tcp_listen=", "--rest.listen="]
+    with subprocess.Popen(
+        [sys.executable, "-m", "server.cli", "node", *settings], env=environ, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout.readline(), "the node says when it serves"
+            yield environ
+        finally:
+            process.terminate()
+
+
+def test_the_python_in_the_readme_runs(node):
+    for source in blocks(REPO / "README.md", "python"):
+        done = subprocess.run([sys.executable, "-c", source], env=node, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_makefile_and_the_package_want_the_same_torch():
+    wanted = re.findall(r"torch==[\d.]+", (REPO / "pyproject.toml").read_text())
+    assert wanted == re.findall(r"torch==[\d.]+", (REPO / "Makefile").read_text())
+
+
+def test_the_example_settings_are_good():
+    environ = {"CAIRN_TENANTS__0__TOKEN": "t" * 32, "CAIRN_TENANTS__0__SECRET": "s" * 32}
+    config = load(REPO / "deploy" / "node.toml", environ, [])
+    assert [tenant.name for tenant in config.tenants] == [config.node.unix_tenant]

@@ -1,6 +1,7 @@
 """A node process of the bench's own."""
 
 import json
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine_client.address import read_token
+from engine_client.blocking import BlockingClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,10 @@ def running_node(run_dir: Path, capacity: str = "768MiB") -> Iterator[RunningNod
     try:
         assert process.stdout is not None
         ready = json.loads(process.stdout.readline())
-        yield RunningNode(ready["unix_address"], ready["tcp_address"], read_token(run_dir))
+        with BlockingClient(ready["addresses"]["unix"]) as client:
+            while client.stat()["tiers"][0]["capacity_bytes"] < client.stat()["tiers"][0]["target_bytes"]:
+                select.select([process.stdout], [], [], 0.1)
+        yield RunningNode(ready["addresses"]["unix"], ready["addresses"]["tcp"], read_token(run_dir))
     finally:
         process.terminate()
         process.wait(20)

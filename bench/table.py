@@ -98,11 +98,8 @@ def _evict_all(table: BlockTable) -> None:
     table.take_changes()
 
 
-def _fill_dict(chains: list[list[BlockKey]]) -> None:
-    known = {}
-    for keys in chains:
-        for key in keys:
-            known[key] = key
+def _fill_dict(chains: list[list[BlockKey]]) -> dict[BlockKey, BlockKey]:
+    return {key: key for keys in chains for key in keys}
 
 
 def _per_block(blocks: int, work: object) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 from engine_client.steps import Call, Grant, Held, Link, OpenSpace, Operation, PutReport, Work
 from kvstore import wire
-from kvstore.copier import checksum, copy_bytes
+from kvstore.copier import address_of, checksum, copy_bytes, copy_hashed
 from kvstore.errors import Corrupt, InvalidRequest, NotFound, ProtocolError
 from kvstore.transport.local import LocalGet, View
 from kvstore.types import BlockKey, Placement
@@ -291,11 +291,12 @@ def put(
 
 def _fill(grant: Grant, blocks: Sequence[memoryview]) -> list[int]:
     """Copy into shared slots; each checksum while the bytes are still in the cache."""
+    if grant.remote:
+        return [checksum(block) for block in blocks]
     checksums = []
     for slot, block in zip(grant.slots, blocks, strict=True):
-        if not grant.remote:
-            copy_bytes(slot, block)
-        checksums.append(checksum(block))
+        assert len(slot) == len(block)
+        checksums.append(copy_hashed(address_of(slot), address_of(block), block))
     return checksums
 
 

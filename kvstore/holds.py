@@ -53,7 +53,9 @@ class Pin:
 
 
 class Holds:
-    def __init__(self, table: BlockTable, leases_per_client: int, pins_per_tenant: int) -> None:
+    """`first_id` should be above all ids of an earlier start: who holds one of those must not hit upon another's."""
+
+    def __init__(self, table: BlockTable, leases_per_client: int, pins_per_tenant: int, first_id: int = 1) -> None:
         self._table = table
         self._leases_per_client = leases_per_client
         self._pins_per_tenant = pins_per_tenant
@@ -64,7 +66,7 @@ class Holds:
         self._writing_bytes: dict[Owner, int] = {}
         self._pinned: dict[str, int] = {}  # replicas by tenant; a pin of none counts as one
         self._deadlines: list[tuple[float, int]] = []
-        self._ids = count(1)
+        self._ids = count(first_id)
 
     # Readers.
 

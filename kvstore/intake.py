@@ -50,7 +50,25 @@ class Intake:
 
     def place(self, placing: Placing, space: OpenNamespace, keys: Sequence[BlockKey],
                parent: BlockKey | None, sizes: Sequence[int]) -> None:  # fmt: skip
-        """Decide about the keys that `placing` has no answer for yet; stops at the first without room."""
+        """Decide about the keys that `placing` has no answer for yet; stops at the first without room.
+
+        What of the chain is here already is held meanwhile: room for its end is not made at its beginning.
+        """
+        replicas = space.spaces[0].replicas
+        held = [replicas[key] for key in (parent, *keys) if key is not None and self._is_readable(space, key)]
+        for replica in held:
+            self._table.hold(replica)
+        try:
+            self._place(placing, space, keys, parent, sizes)
+        finally:
+            for replica in held:
+                self._table.let_go(replica)
+
+    def _is_readable(self, space: OpenNamespace, key: BlockKey) -> bool:
+        return self._table.placement(space.spaces[0], key) is Placement.PRESENT
+
+    def _place(self, placing: Placing, space: OpenNamespace, keys: Sequence[BlockKey],
+               parent: BlockKey | None, sizes: Sequence[int]) -> None:  # fmt: skip
         done = len(placing.placements)
         above = keys[done - 1] if done else parent
         for key, size in zip(keys[done:], sizes[done:], strict=True):
@@ -60,7 +78,7 @@ class Intake:
             else:
                 self._counters.duplicate_blocks += 1
                 if placement is Placement.PRESENT:
-                    self._table.touch(space.spaces[0].replicas[key])  # the last to go for its children
+                    self._table.touch(space.spaces[0].replicas[key])
             if placement is Placement.GRANTED:
                 replica = self._table.allocate(space.spaces[0], key, above, size)
                 assert replica is not None, "room was made"

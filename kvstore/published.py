@@ -286,10 +286,10 @@ class UseRing:
         self._head = head + 1 & 0xFFFFFFFFFFFFFFFF
         RING_HEAD.pack_into(self._memory, 0, self._head)
 
-    def drain(self) -> list[tuple[bytes, int]]:
-        """(name, blocks) of the reports since the last drain, oldest first, at most a ringful."""
+    def drain(self, most: int | None = None) -> list[tuple[bytes, int]]:
+        """(name, blocks) of the reports since the last drain, oldest first: the newest `most`, at most a ringful."""
         (head,) = RING_HEAD.unpack_from(self._memory, 0)
-        count = min(max(head - self._head, 0), self._entries)
+        count = min(max(head - self._head, 0), self._entries if most is None else min(most, self._entries))
         self._head = head
         first = (head - count) % self._entries
         over = max(first + count - self._entries, 0)  # [first, entries) and [0, over) are new

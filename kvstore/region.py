@@ -37,7 +37,7 @@ class Backing:
 class Region:
     """A mapping of `size` bytes at `address`. `view(offset, size)` is a memoryview into it, not a copy.
 
-    It owns `fd` once it is made. Populate what has pages already: in a sparse memfd it would make them all.
+    `close` closes `fd` as well. Populate what has pages already: in a sparse memfd it would make them all.
 
     Raises:
         OSError: the kernel does not map it, or not writable.

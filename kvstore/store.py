@@ -25,6 +25,9 @@ from kvstore.table import BlockTable, Event, Replica
 from kvstore.tiers.dram import DramTier
 from kvstore.types import DRAM, BlockKey, Cause, Change, Owner, Placement, State
 
+IDS_PER_EPOCH = 1 << 10  # of leases, grants and pins; an epoch is a millisecond, and ids stay below 2**53
+NODE = Owner(0)  # the node itself, for what it holds while it looks at it
+
 
 class Store:
     """One node's blocks. `epoch` grows at each start of the node."""
@@ -36,7 +39,7 @@ class Store:
         self.copier = copier
         self.clock = clock
         self.limits = limits
-        self.holds = Holds(table, limits.leases_per_client, limits.pins_per_tenant)
+        self.holds = Holds(table, limits.leases_per_client, limits.pins_per_tenant, epoch * IDS_PER_EPOCH + 1)
         self.catalogue = Catalogue(limits.namespaces_per_tenant)
         self.exports = Exports(index_entries, epoch)
         self.history = History(limits.explain_history)
@@ -153,21 +156,19 @@ class Store:
 
     async def place_slowly(self, space: OpenNamespace, keys: Sequence[BlockKey],
                            parent: BlockKey | None, sizes: Sequence[int]) -> Placing:  # fmt: skip
-        """As `place`, for a put that needs memory. Cancelled, it has allocated nothing."""
+        """As `place`, for a put that needs memory. Nothing is allocated while it waits."""
         deadline = self.clock.now() + self.limits.put_timeout_s
-        placing = Placing([], [])
-        try:
-            while await self.sizing.renew(space.tenant.name):
-                while placing.placements and placing.placements[-1] is Placement.FULL:
-                    placing.placements.pop()
-                self.intake.place(placing, space, keys, parent, sizes)
-                if self.clock.now() >= deadline or not self.needs_memory(placing, space.tenant):
-                    return placing
+        while True:
+            placing = Placing([], [])
             self.intake.place(placing, space, keys, parent, sizes)
-        except BaseException:
+            if not self.needs_memory(placing, space.tenant) or self.clock.now() >= deadline:
+                return placing
+            missing = zip(placing.placements, sizes, strict=True)
+            missing_bytes = sum(slot_bytes(size) for placement, size in missing if placement is Placement.FULL)
             self.withdraw(placing)
-            raise
-        return placing
+            for _ in range(-(-missing_bytes // self.table.tiers[DRAM].pool.slab_bytes)):
+                if not await self.sizing.renew(space.tenant.name):
+                    break
 
     def withdraw(self, placing: Placing) -> None:
         """Free what was allocated for a put that is not `granted`."""
@@ -264,11 +265,11 @@ class Store:
             replica = self.table.readable(space.spaces[0], key)
             if replica is None:
                 continue
-            self.table.hold(replica)
+            lease = self.holds.lease(NODE, [replica], self.clock.now() + self.limits.lease_max_s)
             try:
                 (found,) = await self.copier.checksums([self.view(replica)])
             finally:
-                self.table.let_go(replica)
+                self.holds.release(NODE, lease.lease_id)
             if found != replica.checksum and replica.state is State.WRITTEN:
                 corrupt += 1
                 self.table.discard(replica, Cause.CORRUPT)

@@ -2,12 +2,13 @@
 
 import asyncio
 import os
+from contextlib import suppress
 
 from kvstore.errors import ConfigError, InvalidRequest, NotFound
 from kvstore.store import Store
 from kvstore.types import DRAM, Cause
 
-STEP_BLOCKS = 256  # evicted between two looks at the event loop: about 1 ms
+STEP_BLOCKS = 32  # evicted between two looks at the event loop: about 0.25 ms
 INTERVAL_S = 0.05
 HOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -19,6 +20,7 @@ class Upkeep:
         self._store = store
         self.high = high
         self.low = low
+        self._pressed = asyncio.Event()
         self.resized = asyncio.Event()  # set while the capacity is what it should be
         self.set_tier(DRAM, capacity_bytes=capacity_bytes)
 
@@ -51,11 +53,23 @@ class Upkeep:
         self.high, self.low = high, low
 
     async def tend(self) -> None:
-        """Until cancelled: look after holds, uses and watermarks, each 50 ms and in small steps."""
+        """Until cancelled: look after holds, uses and watermarks, each 50 ms and when room runs out; in small steps."""
         while True:
+            self._pressed.clear()
             self.look()
             await self.relieve()
-            await asyncio.sleep(INTERVAL_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(INTERVAL_S):
+                    await self._pressed.wait()
+
+    def room_was_taken(self) -> None:
+        """Evict soon, after the answer and not before it, if that put the tier over its high watermark."""
+        if self._is_over():
+            self._pressed.set()
+
+    def _is_over(self) -> bool:
+        tier = self._store.table.tiers[DRAM]
+        return tier.used_bytes > self.high * tier.pool.capacity_bytes
 
     async def keep_size(self) -> None:
         """Until cancelled: bring the tier to its capacity. Apart from `tend`, since memory takes its time."""
@@ -70,9 +84,8 @@ class Upkeep:
 
     async def relieve(self) -> None:
         """Over the high watermark, evict down to the low one."""
-        tier = self._store.table.tiers[DRAM]
-        if tier.used_bytes > self.high * tier.pool.capacity_bytes:
-            low_bytes = int(self.low * tier.pool.capacity_bytes)
+        if self._is_over():
+            low_bytes = int(self.low * self._store.table.tiers[DRAM].pool.capacity_bytes)
             more = True
             while more:
                 more = self._store.evict_step(low_bytes, STEP_BLOCKS)

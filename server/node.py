@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import os
+import resource
+import resource
 import signal
 import socket
 import ssl
@@ -31,8 +33,8 @@ from server.tenants import doorkeeper
 
 log = logging.getLogger("cairn.node")
 
-LEAST_INDEX_ENTRIES, MOST_INDEX_ENTRIES = 1 << 16, 1 << 24
-INDEX_BYTES_PER_ENTRY = 512  # of capacity; the table is sparse memory, so generous is cheap
+LEAST_INDEX_ENTRIES, MOST_INDEX_ENTRIES = 1 << 16, 1 << 27
+INDEX_BYTES_PER_ENTRY = 4096  # of capacity: the index takes at most 1/64 of it, and is half full at 8 KiB a block
 
 
 class Node:
@@ -129,9 +131,12 @@ class Node:
 
     async def serve(self, ready: Callable[[], None] = lambda: None) -> int:
         """Until SIGTERM or SIGINT; the process's exit code. Calls `ready` when clients can connect."""
+        _allow_descriptors()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopping.set)
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each slab and each connection is one
         await self.start()
         ready()
         await self._stopping.wait()
@@ -241,6 +246,12 @@ def _index_entries(wanted: int, capacity_bytes: int) -> int:
         return 1 << (wanted - 1).bit_length()
     enough = 1 << (capacity_bytes // INDEX_BYTES_PER_ENTRY - 1).bit_length()
     return min(max(enough, LEAST_INDEX_ENTRIES), MOST_INDEX_ENTRIES)
+
+
+def _allow_descriptors() -> None:
+    """As many as the system lets this process have: each slab takes two, each client one and its ring two."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _next_epoch(path: Path) -> int:

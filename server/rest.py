@@ -89,7 +89,10 @@ class RestServer:
         self.port = listener.getsockname()[1]
         config = self._node.config
         connection: Any = partial(
-            HttpConnection, patience_s=config.rest.request_timeout, connections=config.limits.connections
+            HttpConnection,
+            patience_s=config.rest.request_timeout,
+            connections=config.limits.connections,
+            errors=self._node.store.counters.errors,
         )
         self._server = HttpServer(
             uvicorn.Config(
@@ -99,7 +102,7 @@ class RestServer:
                 lifespan="off",
                 interface="asgi3",
                 log_config=None,
-                log_level="warning",
+                log_level="error",
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
@@ -107,6 +110,7 @@ class RestServer:
             )
         )
         self._task = asyncio.get_running_loop().create_task(self._server.serve([listener]))
+        self._task.add_done_callback(self._ended)
         listening = asyncio.ensure_future(self._server.listening.wait())
         await asyncio.wait([self._task, listening], return_when=asyncio.FIRST_COMPLETED)
         if not listening.done():
@@ -128,6 +132,11 @@ class RestServer:
             task.cancel()
         self._server.force_exit = True
         await asyncio.gather(self._task, *state.tasks, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A node that cannot be reached by HTTP any more would look well to nobody who asks by HTTP."""
+        if not task.cancelled() and task.exception() is not None:
+            self._node.crashed(task.exception())
 
     def _bind(self) -> socket.socket:
         listen = self._node.config.rest.listen

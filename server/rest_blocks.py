@@ -35,6 +35,7 @@ from server.rest_openapi import (
     READS_BODY,
     UPLOAD,
     Responses,
+    by_name,
     problems,
 )
 from server.rest_problems import RETRY_AFTER_S, Problem, invalid
@@ -47,7 +48,12 @@ ETAGS = re.compile(r'"([^"]*)"')
 KEY = re.compile(KEY_PATTERN)
 CHECKSUM = re.compile(CHECKSUM_PATTERN)
 
-router = APIRouter(prefix="/v1/namespaces/{ns}/blocks", tags=["blocks"], responses=GUARDED | problems(404, 409))
+router = APIRouter(
+    prefix="/v1/namespaces/{ns}/blocks",
+    tags=["blocks"],
+    responses=GUARDED | problems(404, 409),
+    generate_unique_id_function=by_name,
+)
 
 WHOLE = {"description": "The block.", "headers": ETAG | RANGES}
 PART = {"description": "A range of it.", "headers": ETAG | RANGES | CONTENT_RANGE}

@@ -130,7 +130,9 @@ class Door:
         self._buckets: dict[str, Bucket] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        assert scope["type"] == "http", "neither lifespan nor websockets are served"
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
         if not scope["path"].startswith(GUARDED):
             await self._serve(scope, receive, send, None)
             return

@@ -1,16 +1,17 @@
 """HTTP connections of the REST interface: uvicorn's, with limits, and with word of when bytes have left.
 
 uvicorn by itself waits for ever for a request's head, takes heads of any size and any number of connections and
-pipelined requests, and cannot say when the bytes it was given are out of the sender's memory.
+pipelined requests, does not tell all of those when their connection is lost, and cannot say when the bytes it was given are out of the sender's memory.
 """
 
 import asyncio
 import logging
+from collections import Counter, deque
 from typing import Any
 
 from starlette.types import Scope
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from server.rest_problems import RETRY_AFTER_S, Problem
@@ -30,7 +31,8 @@ def connection_of(scope: Scope) -> "HttpConnection | None":
 
 class HttpConnection(HttpToolsProtocol):
     """One client's connection. `patience_s` bounds each wait for the client that no request's own limit covers:
-    for a head, for the rest of a body nobody wants, for the client to take the end of an answer."""
+    for a head, for the rest of a body nobody wants, for the client to take the end of an answer. What is refused
+    before it is a request is counted in `errors`, by code."""
 
     def __init__(
         self,
@@ -41,10 +43,13 @@ class HttpConnection(HttpToolsProtocol):
         *,
         patience_s: float,
         connections: int,
+        errors: Counter[str],
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._patience_s = patience_s
         self._most_connections = connections
+        self._errors = errors
+        self._unanswered: deque[RequestResponseCycle] = deque()
         self._watch: asyncio.TimerHandle | None = None
         self._in_head = True
         self._head_bytes = 0  # of the chunks that began in this head
@@ -78,6 +83,8 @@ class HttpConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_watch()
         self.lost.set()
+        for cycle in self._unanswered:  # uvicorn tells only the last of those that were sent ahead
+            cycle.disconnected = True
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -103,6 +110,7 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.abort()
             return
         super().on_headers_complete()
+        self._unanswered.append(self.cycle)
 
     def on_message_complete(self) -> None:
         if self.cycle.response_complete:
@@ -111,6 +119,7 @@ class HttpConnection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        self._unanswered.popleft()
         if self.cycle.more_body or self.transport.get_write_buffer_size():
             self._be_patient()
         super().on_response_complete()
@@ -137,6 +146,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def _refuse(self, problem: Problem) -> None:
         """Answer outside of a request, and hang up."""
+        self._errors[problem.code] += 1
         response = problem.response()
         head = [STATUS_LINE[problem.status_code], b"connection: close\r\n"]
         head += [name + b": " + value + b"\r\n" for name, value in response.raw_headers]

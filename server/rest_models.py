@@ -2,7 +2,16 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+)
 
 from kvstore.prefix import LIMITS, MAX_TEXT_BYTES, MAX_TOKEN
 from server.config import YEAR_S
@@ -15,8 +24,26 @@ NAME_PATTERN = "^[ -.0-~]{1,128}$"  # printable ASCII but '/'
 EXAMPLE_KEY = "9f86d081884c7d659a2feaa0c55ad015"
 EXAMPLE_CHECKSUM = "2d06800538d394c2"
 
+MOST = 2**53 - 1  # the largest integer that every JSON reader understands
+
+
+def _integral(value: Any) -> Any:
+    """JSON has one kind of number: 16.0 is 16."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _all_integral(values: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return validate(values)
+    except ValidationError:
+        if not isinstance(values, list):
+            raise
+        return validate([_integral(value) for value in values])
+
+
 Key = Annotated[str, Field(pattern=KEY_PATTERN, examples=[EXAMPLE_KEY])]
 Token = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0, "maximum": MAX_TOKEN})]  # `chain` checks it
+INTEGRAL = BeforeValidator(_integral)
 Text = Annotated[str, Field(max_length=MAX_TEXT_BYTES)]
 RequiredText = Annotated[str, Field(min_length=1, max_length=MAX_TEXT_BYTES)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -36,7 +63,7 @@ class Answer(BaseModel):
 
 def _limit(name: str) -> Any:
     low, high = LIMITS[name]
-    return Field(ge=low, le=high)
+    return Field(ge=low, le=min(high, MOST))
 
 
 class NamespaceFields(Body):
@@ -58,15 +85,15 @@ class NamespaceFields(Body):
 
     model: RequiredText
     revision: Text = ""
-    weights_epoch: Annotated[int, _limit("weights_epoch")] = 0
+    weights_epoch: Annotated[int, _limit("weights_epoch"), INTEGRAL] = 0
     dtype: RequiredText
     layout: RequiredText
-    block_tokens: Annotated[int, _limit("block_tokens")]
+    block_tokens: Annotated[int, _limit("block_tokens"), INTEGRAL]
     adapter: Text = ""
     hash: Literal["xxh3", "sha256"] = "xxh3"
-    parts: Annotated[int, _limit("parts")] = 1
-    layers: Annotated[int, _limit("layers")]
-    block_bytes: Annotated[int, _limit("block_bytes")] = 0
+    parts: Annotated[int, _limit("parts"), INTEGRAL] = 1
+    layers: Annotated[int, _limit("layers"), INTEGRAL]
+    block_bytes: Annotated[int, _limit("block_bytes"), INTEGRAL] = 0
 
 
 class ByKeys(Body):
@@ -78,7 +105,7 @@ class ByKeys(Body):
 class ByTokens(Body):
     """Blocks by the prompt's token ids; a partial last block has no key."""
 
-    tokens: Annotated[list[Token], Field(examples=[[1, 4093, 198, 2683]])]
+    tokens: Annotated[list[Token], WrapValidator(_all_integral), Field(examples=[[1, 4093, 198, 2683]])]
 
 
 class EvictAll(Body):
@@ -89,6 +116,9 @@ class EvictAll(Body):
 
 Ttl = Annotated[float, Field(gt=0, le=YEAR_S, examples=[3600])]
 Hard = Annotated[bool, Field(description="Never evicted; otherwise only after all that is not pinned.")]
+
+
+IN_ORDER = Field(union_mode="left_to_right")  # of a choice, the first that fits: trying all takes twice as long
 
 
 class PinKeys(ByKeys):
@@ -106,7 +136,7 @@ class TierChange(Body):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"capacity": "2GiB", "high_watermark": 0.9}]})
 
-    capacity: Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=SIZE_PATTERN)] | None = None
+    capacity: Annotated[int, Field(ge=0), INTEGRAL] | Annotated[str, Field(pattern=SIZE_PATTERN)] | None = None
     high_watermark: Share | None = None
     low_watermark: Share | None = None
 
@@ -183,8 +213,12 @@ class EvictResult(Answer):
 
 
 class PinResult(Answer):
-    pin_id: Annotated[int | None, Field(description="null when nothing was here to pin.")]
+    pin_id: int
     blocks: Annotated[int, Field(description="How many from the first are here, and pinned.")]
+
+
+class NothingPinned(Answer):
+    blocks: Literal[0] = 0
 
 
 class PinRow(Answer):

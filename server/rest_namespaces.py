@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Path, Query, Request, Response
-from pydantic import Field
+from fastapi.responses import JSONResponse
 
 from kvstore import wire
 from kvstore.catalogue import OpenNamespace
@@ -17,7 +17,9 @@ from server.rest_door import session_of
 from server.rest_keys import all_parts, find_namespace, first_parts, to_key, to_keys
 from server.rest_models import (
     EXAMPLE_KEY,
+    IN_ORDER,
     KEY_PATTERN,
+    MOST,
     NAME_PATTERN,
     BlockList,
     BlockRow,
@@ -32,23 +34,24 @@ from server.rest_models import (
     NamespaceFields,
     NamespaceList,
     NamespaceRow,
+    NothingPinned,
     PinKeys,
     PinList,
     PinResult,
     PinRow,
     PinTokens,
 )
-from server.rest_openapi import GUARDED, READS_BODY, problems
+from server.rest_openapi import GUARDED, READS_BODY, by_name, problems
 from server.rest_problems import Problem
 from server.session import LIST_LIMIT, Session
 
-router = APIRouter(prefix="/v1", responses=GUARDED)
+router = APIRouter(prefix="/v1", responses=GUARDED, generate_unique_id_function=by_name)
 
 Name = Annotated[str, Path(description="Name of the namespace.")]
 NewName = Annotated[str, Path(pattern=NAME_PATTERN, description="Name of the namespace: 1 to 128 printable ASCII.")]
 After = Annotated[str | None, Query(pattern=KEY_PATTERN, description="`next` of the list before.")]
 Limit = Annotated[int, Query(ge=1, le=LIST_LIMIT)]
-PinId = Annotated[int, Path(ge=1, le=2**63 - 1)]
+PinId = Annotated[int, Path(ge=1, le=MOST)]
 
 BY_KEYS: Any = {"summary": "by keys", "value": {"keys": [EXAMPLE_KEY]}}
 BY_TOKENS: Any = {"summary": "by tokens", "value": {"tokens": list(range(1, 33))}}
@@ -60,10 +63,10 @@ PINS: Any = {
 }
 EVICTIONS: Any = {"keys": BY_KEYS, "all": {"summary": "all of the namespace", "value": {"all": True}}}
 
-IN_ORDER = Field(union_mode="left_to_right")  # the first that fits: trying all takes twice as long
 Chain = Annotated[ByKeys | ByTokens, IN_ORDER, Body(openapi_examples=EXAMPLES)]
 Eviction = Annotated[ByKeys | EvictAll, IN_ORDER, Body(openapi_examples=EVICTIONS)]
 Pinning = Annotated[PinKeys | PinTokens, IN_ORDER, Body(openapi_examples=PINS)]
+UNPIN = {"unpin": {"operationId": "unpin", "parameters": {"pin_id": "$response.body#/pin_id"}}}
 LOOKUP = READS_BODY | problems(404, 409)
 
 
@@ -150,9 +153,10 @@ async def evict(request: Request, ns: Name, body: Eviction) -> EvictResult:
 
 
 @router.post("/namespaces/{ns}/pin", status_code=201, response_model=PinResult, tags=["pins"], responses={
-    200: {"model": PinResult, "description": "Nothing was here to pin."}, **READS_BODY, **problems(404, 409),
+    201: {"description": "Pinned.", "links": UNPIN},
+    200: {"model": NothingPinned, "description": "Nothing was here to pin."}, **READS_BODY, **problems(404, 409),
 })  # fmt: skip
-async def pin(request: Request, response: Response, ns: Name, body: Pinning) -> PinResult:
+async def pin(request: Request, ns: Name, body: Pinning) -> PinResult | Response:
     """Keep the prefix of a chain that is here, for a time."""
     session = session_of(request)
     space = find_namespace(session, ns)
@@ -160,8 +164,7 @@ async def pin(request: Request, response: Response, ns: Name, body: Pinning) -> 
     ttl_ms = math.ceil(body.ttl_seconds * 1000)
     pinned = await session.ask(wire.Pin(0, space.number, pack_keys(keys), body.hard, ttl_ms))
     if not pinned.pin_id:
-        response.status_code = 200
-        return PinResult(pin_id=None, blocks=0)
+        return JSONResponse(NothingPinned().model_dump())
     parts = space.namespace.parts if isinstance(body, PinTokens) else 1
     return PinResult(pin_id=pinned.pin_id, blocks=pinned.blocks // parts)
 

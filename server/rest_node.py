@@ -10,13 +10,13 @@ from kvstore.errors import InvalidRequest, NotFound
 from server.config import SIZES
 from server.rest_door import node_of, session_of
 from server.rest_models import CheckResult, Health, TierChange, TierList, TierRow
-from server.rest_openapi import GUARDED, READS_BODY, problems
+from server.rest_openapi import GUARDED, READS_BODY, by_name, problems
 from server.rest_problems import RETRY_AFTER_S, Problem
 from server.session import Session
 from server.sources import QUANTITY
 from server.stats import tiers
 
-router = APIRouter()
+router = APIRouter(generate_unique_id_function=by_name)
 
 TierPath = Annotated[str, Path(description="Name of the tier.", examples=["dram"])]
 METRICS_BODY = {"content": {"text/plain": {"schema": {"type": "string"}}}}

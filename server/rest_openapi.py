@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
 
 from server.rest_models import CHECKSUM_PATTERN, EXAMPLE_CHECKSUM, EXAMPLE_KEY, KEY_PATTERN, ProblemDocument
@@ -106,6 +107,11 @@ def problems(*statuses: int) -> Responses:
 
 GUARDED = problems(401, 403, 422, 429, 500, 503)  # any operation under /v1
 READS_BODY = problems(400, 408, 413)
+
+
+def by_name(route: APIRoute) -> str:
+    """Operations are called what their functions are called."""
+    return route.name
 
 
 def complete(document: dict[str, Any]) -> dict[str, Any]:

@@ -79,6 +79,7 @@ class Session:
 
     def received(self, receipt: Receipt) -> Answer:
         """The payload is in place: verify and commit it."""
+        self.upkeep.room_was_taken()
         return complete(self.store, self.owner, receipt, self.path)
 
     def refuse(self, receipt: Receipt) -> None:
@@ -194,6 +195,7 @@ class Session:
 
     def _placed(self, request: wire.Put, space: OpenNamespace, keys: list[BlockKey], placing: Placing) -> wire.Message:
         self.store.granted(self.owner, space, keys, placing)
+        self.upkeep.room_was_taken()
         slots = [replica.slot for replica in placing.replicas]
         return wire.Placed(
             request.id,

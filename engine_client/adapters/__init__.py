@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from engine_client.layout import KvLayout, Tensor, pack_layer
+from engine_client.layout import KvLayout, Tensor, pack_layer, unpack_layer
 
 LOG = logging.getLogger(__name__)
 
@@ -25,6 +25,10 @@ class PutReport(Protocol):
     def blocks(self) -> int: ...
     @property
     def bytes(self) -> int: ...
+    @property
+    def failure(self) -> str:
+        """What ended it early; empty otherwise."""
+        ...
 
 
 class PrefillStream(Protocol):
@@ -68,6 +72,11 @@ class LoadedPrefix(Protocol):
     def tokens(self) -> int: ...
     @property
     def blocks(self) -> Sequence[memoryview]: ...
+    @property
+    def failure(self) -> str:
+        """What cut it short; empty for a plain miss."""
+        ...
+
     def is_intact(self) -> bool: ...
     def close(self) -> None: ...
 
@@ -99,6 +108,62 @@ class Generation:
     failures: tuple[str, ...]  # what went wrong at the store; the tokens are right all the same
 
 
+class PrefixLostError(Exception):
+    """What was read of a loaded prefix may not have been its bytes: it was held for too long."""
+
+
+class StoredPrefix:
+    """The part of a prompt that the store had, on its way into the engine's cache; perhaps no token."""
+
+    def __init__(self, layout: KvLayout, clock: Callable[[], float], failures: list[str]) -> None:
+        self.tokens = 0
+        self.found_s = self.copied_s = 0.0
+        self._layout = layout
+        self._clock = clock
+        self._failures = failures
+        self._loaded: LoadedPrefix | None = None
+        self._blocks: Sequence[memoryview] = ()
+
+    def find(self, client: DecodeClient, tokens: Sequence[int], deadline_s: float, grid_tokens: int) -> None:
+        """Asks for the prefix of `tokens`; what is off the grid of `grid_tokens` is left out."""
+        if len(tokens) == 0:
+            return
+        began = self._clock()
+        with survived("load", self._failures):
+            self._loaded = client.load(tokens, deadline_s)
+            if self._loaded.failure:
+                self._failures.append(f"load: {self._loaded.failure}")
+            usable = min(self._loaded.tokens, len(tokens)) // grid_tokens * grid_tokens
+            blocks = self._loaded.blocks[: usable // self._layout.block_tokens]
+            if len(blocks) * self._layout.block_tokens != usable:
+                raise ValueError(f"{len(blocks)} blocks came for {usable} tokens")
+            if any(block.nbytes != self._layout.block_bytes for block in blocks):
+                raise ValueError(f"a block came that is not {self._layout.block_bytes} bytes long")
+            self._blocks, self.tokens = blocks, usable
+        self.found_s = self._clock() - began
+
+    def copy_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Copies one layer into tensors of `tokens` tokens; the layers come in order, and the last closes.
+
+        Raises PrefixLostError when the bytes may not have been the prefix's.
+        """
+        began = self._clock()
+        starts = range(0, self.tokens, self._layout.block_tokens)
+        unpack_layer(self._layout, layer, self._blocks, starts, keys, values)
+        if self._loaded is None or not self._loaded.is_intact():
+            raise PrefixLostError(f"the prefix was lost while layer {layer} was read")
+        if layer == self._layout.layers - 1:
+            self.close()  # all is copied: the blocks need not stay for as long as the rest computes
+        self.copied_s += self._clock() - began
+
+    def close(self) -> None:
+        """Lets go of the blocks; may be called at any time."""
+        loaded, self._loaded, self._blocks = self._loaded, None, ()
+        if loaded is not None:
+            with survived("close", self._failures):
+                loaded.close()
+
+
 class Offering:
     """A prompt's blocks on their way into the store, and the time that takes. A failure ends it quietly.
 
@@ -120,7 +185,7 @@ class Offering:
         """Opens the stream for `tokens`, a whole number of blocks."""
         self._stop_block = len(tokens) // self._layout.block_tokens
         if self._stop_block:
-            with survived("begin", self._failures):
+            with self._waited("begin"):
                 self._stream = client.begin(tokens)
 
     def offer(self, layer: int, start: int, end: int, keys: Tensor, values: Tensor) -> None:
@@ -153,8 +218,11 @@ class Offering:
         """Waits until what was offered is in the store."""
         if self._stream is not None:
             with self._waited("finish"):
-                self.stored_bytes = self._stream.finish(self._stop_block).bytes
+                report = self._stream.finish(self._stop_block)
                 self._stream = None
+                self.stored_bytes = report.bytes
+                if report.failure:
+                    self._failures.append(f"put: {report.failure}")
 
     def abort(self) -> None:
         """Ends what was begun and is not finished; may be called at any time."""

@@ -19,12 +19,12 @@ from typing import Any
 from engine_client.adapters import (
     DecodeClient,
     Generation,
-    LoadedPrefix,
     Offering,
     PrefillClient,
-    survived,
+    PrefixLostError,
+    StoredPrefix,
 )
-from engine_client.layout import KvLayout, unpack_layer
+from engine_client.layout import KvLayout
 
 try:
     import torch
@@ -260,10 +260,6 @@ def _forward(model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache) -> 
     return logits[:, -1]
 
 
-class PrefixLostError(Exception):
-    """What was read of a loaded prefix may not have been its bytes: it was held for too long."""
-
-
 class TransformersEngine:
     """A model that serves requests with prefixes from the store.
 
@@ -319,20 +315,20 @@ class TransformersEngine:
         began: float,
         failures: list[str],
     ) -> Generation:
-        prefix = _Prefix(self.layout, self._clock, failures)
+        prefix = StoredPrefix(self.layout, self._clock, failures)
         offering = Offering(self.layout, self._clock, failures)
         try:
             if load is not None:
                 most = self._on_grid(len(tokens) - MIN_COMPUTED_TOKENS)
                 prefix.find(load, tokens[:most], self._load_deadline_s, self._grid_tokens)
+            found = self._clock()
             if store is not None:
                 offering.begin(store, tokens[: self._on_grid(len(tokens))])
-            asked = self._clock()
-            cache = prefix.cache(self._model.config, offering.offer)
+            cache = self._cache(prefix, offering.offer)
             ids = torch.as_tensor(tokens, dtype=torch.int64).reshape(1, -1)
             logits = prefill(self._model, ids, cache, self._chunk_tokens)
             first = self._clock()
-            compute_s = first - asked - prefix.copied_s - offering.waited_s
+            compute_s = first - found - prefix.copied_s - offering.waited_s
             offering.finish()
         finally:
             prefix.close()
@@ -354,61 +350,19 @@ class TransformersEngine:
             failures=tuple(failures),
         )
 
+    def _cache(self, prefix: StoredPrefix, sink: Sink) -> StreamOutCache:
+        if prefix.tokens == 0:
+            return StreamOutCache(self._model.config, sink)
+        layout, dtype = self.layout, getattr(torch, self.layout.dtype)
+
+        def layer_of_prefix(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+            keys = torch.empty((1, layout.kv_heads, prefix.tokens, layout.head_dim), dtype=dtype)
+            values = torch.empty((1, layout.kv_heads, prefix.tokens, layout.value_head_dim), dtype=dtype)
+            prefix.copy_layer(layer, keys, values)
+            return keys, values
+
+        waiters = [partial(layer_of_prefix, layer) for layer in range(layout.layers)]
+        return StreamInCache(self._model.config, prefix.tokens, waiters, sink)
+
     def _on_grid(self, tokens: int) -> int:
         return max(0, tokens) // self._grid_tokens * self._grid_tokens
-
-
-class _Prefix:
-    """The part of a prompt that the store had, on its way into the engine's cache; perhaps no token."""
-
-    def __init__(self, layout: KvLayout, clock: Callable[[], float], failures: list[str]) -> None:
-        self.tokens = 0
-        self.found_s = self.copied_s = 0.0
-        self._layout = layout
-        self._clock = clock
-        self._failures = failures
-        self._loaded: LoadedPrefix | None = None
-        self._blocks: Sequence[memoryview] = ()
-
-    def find(self, client: DecodeClient, tokens: Sequence[int], deadline_s: float, grid_tokens: int) -> None:
-        """Asks for the prefix of `tokens`; what is off the grid of `grid_tokens` is left out."""
-        if len(tokens) == 0:
-            return
-        began = self._clock()
-        with survived("load", self._failures):
-            self._loaded = client.load(tokens, deadline_s)
-            usable = min(self._loaded.tokens, len(tokens)) // grid_tokens * grid_tokens
-            blocks = self._loaded.blocks[: usable // self._layout.block_tokens]
-            if len(blocks) * self._layout.block_tokens != usable:
-                raise ValueError(f"{len(blocks)} blocks came for {usable} tokens")
-            if any(block.nbytes != self._layout.block_bytes for block in blocks):
-                raise ValueError(f"a block came that is not {self._layout.block_bytes} bytes long")
-            self._blocks, self.tokens = blocks, usable
-        self.found_s = self._clock() - began
-
-    def cache(self, config: PreTrainedConfig, sink: Sink) -> StreamOutCache:
-        if self.tokens == 0:
-            return StreamOutCache(config, sink)
-        waiters = [partial(self._layer, layer) for layer in range(self._layout.layers)]
-        return StreamInCache(config, self.tokens, waiters, sink)
-
-    def _layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        began = self._clock()
-        layout = self._layout
-        dtype = getattr(torch, layout.dtype)
-        keys = torch.empty((1, layout.kv_heads, self.tokens, layout.head_dim), dtype=dtype)
-        values = torch.empty((1, layout.kv_heads, self.tokens, layout.value_head_dim), dtype=dtype)
-        starts = range(0, self.tokens, layout.block_tokens)
-        unpack_layer(layout, layer, self._blocks, starts, keys, values)
-        if self._loaded is None or not self._loaded.is_intact():
-            raise PrefixLostError(f"the prefix was lost while layer {layer} was read")
-        if layer == layout.layers - 1:
-            self.close()  # all is copied: the blocks need not stay for as long as the rest computes
-        self.copied_s += self._clock() - began
-        return keys, values
-
-    def close(self) -> None:
-        loaded, self._loaded, self._blocks = self._loaded, None, ()
-        if loaded is not None:
-            with survived("close", self._failures):
-                loaded.close()

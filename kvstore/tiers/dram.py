@@ -1,5 +1,7 @@
 """Host memory that local clients can map: one memfd per slab."""
 
+import errno
+import resource
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,6 +9,8 @@ from kvstore.copier import Copier
 from kvstore.region import Backing, Region, make_backed_region
 from kvstore.tiers import TierSpec
 from kvstore.types import Slot
+
+MOST_DESCRIPTORS = 0.75  # of those that the process may have: clients need some too
 
 
 class DramTier:
@@ -25,15 +29,18 @@ class DramTier:
         """Raises ConfigError when what is required of the memory cannot be had, OSError when there is none."""
 
         def make() -> None:
-            self._prepared.append(
-                make_backed_region(
-                    f"cairn-{self.spec.name}",
-                    self.spec.slab_bytes,
-                    huge_pages=self._huge_pages,
-                    mlock=self._mlock,
-                    prefault=self._prefault,
-                )
+            made = make_backed_region(
+                f"cairn-{self.spec.name}",
+                self.spec.slab_bytes,
+                huge_pages=self._huge_pages,
+                mlock=self._mlock,
+                prefault=self._prefault,
             )
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            if made[0].fd >= MOST_DESCRIPTORS * limit:
+                made[0].close()
+                raise OSError(errno.EMFILE, f"each slab has a descriptor, and there are {limit} (see `ulimit -n`)")
+            self._prepared.append(made)
 
         if not self._prepared:  # a caller that was cancelled left its memory
             await self._copier.run(make)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore import wire
-from kvstore.copier import checksum
+from kvstore.copier import copy_hashed
 from kvstore.errors import ConnectFailed, DeadlineExceeded, InvalidRequest, PeerLost, ProtocolError
 from kvstore.published import ENTRY, READABLE, IndexReader, UseRing
 from kvstore.region import Region
@@ -148,10 +148,16 @@ class SharedMemory:
             address, room = _place(target)
             if size > room:
                 raise InvalidRequest(f"block {key.hex()} has {size} bytes; its buffer has {room}")
-            ctypes.memmove(address, base + offset, size)
+            found_checksum = expected
+            if verify:
+                view = memoryview(target)
+                whole = view if view.format == "B" and view.ndim == 1 else view.cast("B")
+                found_checksum = copy_hashed(address, base + offset, whole if room == size else whole[:size])
+            else:
+                ctypes.memmove(address, base + offset, size)
             if not reader.is_unchanged(at, entry):
                 return self._stopped(position, prefix, keys)
-            if verify and checksum(target if room == size else memoryview(target).cast("B")[:size]) != expected:
+            if found_checksum != expected:
                 return self._stopped(position, prefix, keys, damaged=reader.is_unchanged(at, entry))
         if keys:
             self.ring.report(name, len(keys))

@@ -145,15 +145,21 @@ class FrameStream(asyncio.BufferedProtocol, ABC):
         if rest:
             self._targets.append(rest)
         elif not self._targets:
-            self.payload_received()
+            try:
+                self.payload_received()
+            except ProtocolError as error:
+                self._break(error)
+
+    def _break(self, error: ProtocolError) -> None:
+        self.listen_no_more()
+        self.broken(error)
 
     def _parse(self) -> None:
         self._is_parsing = True
         try:
             self._take_up()
         except ProtocolError as error:
-            self.listen_no_more()
-            self.broken(error)
+            self._break(error)
         finally:
             self._is_parsing = False
             if self._is_deaf:

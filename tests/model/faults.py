@@ -110,8 +110,8 @@ FAULTS = [
     Fault(
         "a match counts what is still being written",
         "table.py",
-        "                if replica is not None and replica.state is State.WRITTEN:\n                    return replica\n",
-        "                if replica is not None:\n                    return replica\n",
+        "                if replica is not None and replica.state is State.WRITTEN:\n",
+        "                if replica is not None:\n",
     ),
     Fault(
         "a match uses the first block instead of the last",
@@ -240,16 +240,16 @@ FAULTS = [
         "a client releases another's lease",
         "holds.py",
         "        if lease.owner != owner:\n"
-        "            raise StaleLease(f\"lease {lease_id} is another client's\")\n"
+        '            raise StaleLease(f"lease {lease_id} is another client\'s")\n'
         "        self._drop_lease(lease)\n",
         "        self._drop_lease(lease)\n",
     ),
     Fault(
         "a writer that took too long loses its slots while it writes",
         "holds.py",
-        "        if grant.overdue:\n            raise StaleLease(f\"grant {grant_id} ran out: its",
+        '        if grant.overdue:\n            raise StaleLease(f"grant {grant_id} ran out: its',
         "        if grant.overdue:\n            self._drop_grant(grant)\n"
-        "            raise StaleLease(f\"grant {grant_id} ran out: its",
+        '            raise StaleLease(f"grant {grant_id} ran out: its',
     ),
     Fault(
         "a writer that took too long keeps its slots after its last word",

@@ -56,7 +56,7 @@ class Model:
     # Room.
 
     def has_room(self, room: Room) -> bool:
-        tenant, slot_bytes = room
+        tenant = room[0]
         return any(
             slab.has_room and (slab.tenant, slab.slot_bytes) == room
             if slab.occupants
@@ -118,11 +118,7 @@ class Model:
     # Eviction.
 
     def children(self, block: Block) -> list[Block]:
-        return [
-            child
-            for child in self.blocks.values()
-            if child.place == block.place and child.parent == block.key
-        ]
+        return [child for child in self.blocks.values() if child.place == block.place and child.parent == block.key]
 
     def is_evictable(self, block: Block) -> bool:
         return block.state == "written" and not block.holders and not self.children(block)

@@ -8,7 +8,8 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from mmap import mmap
+from typing import Any, cast
 
 from kvstore import published
 from kvstore.copier import checksum
@@ -83,9 +84,9 @@ class Node:
         self.wire = Wire()
         self.index_memory, self.index_seen = shared(self.wire, published.index_bytes(entries))
         self.slots_memory, self.slots_seen = shared(self.wire, BLOCK_BYTES * SLOTS)
-        self.index = published.PublishedIndex(self.index_memory, entries, 7)
+        self.index = published.PublishedIndex(cast(mmap, self.index_memory), entries, 7)
         self.land_all()
-        self.reader = published.IndexReader(self.index_seen)
+        self.reader = published.IndexReader(cast(mmap, self.index_seen))
         self.model: dict[bytes, Published] = {}
         self.visible: dict[bytes, Any] = {}  # what of it has landed: a Published, CHANGING, or nothing
         self.history: dict[bytes, list[Published]] = {}
@@ -160,7 +161,7 @@ class Node:
     def check(self) -> None:
         """What is published, and nothing else, can be found; and no bucket is wasted."""
         assert (self.index.published, self.index.crowded_out) == (len(self.model), self.crowded_out)
-        own = published.IndexReader(self.index_memory)
+        own = published.IndexReader(cast(mmap, self.index_memory))
         assert own.is_complete == (self.crowded_out == 0)
         expected = [EMPTY] * self.entries
         for name in self.names:

@@ -1,4 +1,4 @@
-"""Run the table's tests on faulty copies of the package: `python -m tests.model.run_faulty FOLDER...`.
+"""Run tests on faulty copies of the package: `python -m tests.model.run_faulty SUITE FOLDER...`.
 
 Prints for each folder, as it is done, the exit status of pytest and the folder; what pytest said is in
 FOLDER/output. The test tools are imported once, and each run is a fork of this process: two at a time.
@@ -12,27 +12,30 @@ import hypothesis.stateful
 import pytest
 
 AT_ONCE = 2
-SUITE = [
-    *("unit/test_holds.py", "unit/test_table.py", "unit/test_slab.py", "unit/test_eviction.py"),
-    "model/test_table_model.py",
-]
+SUITES = {
+    "table": [
+        *("unit/test_holds.py", "unit/test_table.py", "unit/test_slab.py", "unit/test_eviction.py"),
+        "model/test_table_model.py",
+    ],
+    "published": ["model/test_published_model.py"],
+}
 OPTIONS = ["-q", "-x", "--tb=line", "--assert=plain", "-p", "no:cacheprovider", "--noconftest", "--rootdir", "."]
 
 
-def run(folder: Path) -> None:
+def run(suite: str, folder: Path) -> None:
     """In a fork: ends the process."""
     os.chdir(folder)
     output = os.open("output", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.path.insert(0, str(folder))
-    status = pytest.main([*OPTIONS, *(f"tests/{name}" for name in SUITE)])
+    status = pytest.main([*OPTIONS, *(f"tests/{name}" for name in SUITES[suite])])
     sys.stdout.flush()
     os._exit(status)
 
 
-def main(folders: list[Path]) -> None:
-    assert hypothesis.stateful
+def main(suite: str, folders: list[Path]) -> None:
+    assert hypothesis.stateful.__name__ in sys.modules
     assert not any(name.startswith("kvstore") for name in sys.modules), "each fork imports its own"
     running: dict[int, Path] = {}
     while folders or running:
@@ -40,7 +43,7 @@ def main(folders: list[Path]) -> None:
             folder = folders.pop(0)
             child = os.fork()
             if not child:
-                run(folder)
+                run(suite, folder)
             running[child] = folder
         child, status = os.wait()
         sys.stdout.write(f"{os.waitstatus_to_exitcode(status)} {running.pop(child)}\n")
@@ -48,4 +51,4 @@ def main(folders: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    main([Path(folder).resolve() for folder in sys.argv[1:]])
+    main(sys.argv[1], [Path(folder).resolve() for folder in sys.argv[2:]])

@@ -345,6 +345,6 @@ TestPublished.settings = settings(
     stateful_step_count=_steps,
     deadline=None,
     derandomize=_derandomized,
-    phases=[Phase.generate] if _derandomized else settings.default.phases,
+    phases=[Phase.generate] if _derandomized else list(Phase),
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -1,15 +1,20 @@
-"""Each seeded fault must be found by the model or the unit tests, run on a faulty copy of the package."""
+"""Each seeded fault must be found by the tests of its part, run on a faulty copy of the package."""
 
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.model.faults import FAULTS, Fault
+from tests.model import faults, published_faults
+from tests.model.faults import Fault
 
+FAULTS = {"table": faults.FAULTS, "published": published_faults.FAULTS}
+Outcomes = Callable[[str], dict[str, tuple[int, str]]]
 REPO = Path(__file__).parents[2]
 FOUND, NOT_FOUND = 1, 0  # exit status of pytest
 
@@ -23,17 +28,16 @@ def copy_package(folder: Path, fault: Fault | None) -> None:
         file.write_text(file.read_text().replace(fault.before, fault.after))
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+def outcomes(suite: str, parent: Path) -> dict[str, tuple[int, str]]:
     """Of the tests on each faulty copy, and on one without a fault: exit status and output, by situation."""
     folders = {}
-    for fault in (None, *FAULTS):
-        situation = fault.situation if fault is not None else "none"
-        folders[situation] = tmp_path_factory.mktemp("faulty")
-        copy_package(folders[situation], fault)
+    for number, fault in enumerate((None, *FAULTS[suite])):
+        folder = folders[fault.situation if fault is not None else "none"] = parent / f"{suite}-{number}"
+        folder.mkdir()
+        copy_package(folder, fault)
     environ = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "CAIRN_MODEL_PROFILE": "mutant"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.model.run_faulty", *folders.values()],
+        [sys.executable, "-m", "tests.model.run_faulty", suite, *folders.values()],
         cwd=REPO, env=environ, capture_output=True, text=True, timeout=110, check=True,
     )  # fmt: skip
     statuses = {folder: int(status) for status, folder in map(str.split, done.stdout.splitlines())}
@@ -42,18 +46,30 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
     }
 
 
-def test_situations_are_told_apart() -> None:
-    assert len({fault.situation for fault in FAULTS}) == len(FAULTS)
+@pytest.fixture(scope="module")
+def outcomes_of(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """What `outcomes` says of a suite, run once."""
+    parent = tmp_path_factory.mktemp("faulty")
+    return cache(lambda suite: outcomes(suite, parent))
 
 
-def test_without_a_fault_nothing_is_found(outcomes: dict[str, tuple[int, str]]) -> None:
-    status, output = outcomes["none"]
+@pytest.mark.parametrize("suite", FAULTS)
+def test_situations_are_told_apart(suite: str) -> None:
+    assert len({fault.situation for fault in FAULTS[suite]}) == len(FAULTS[suite])
+
+
+@pytest.mark.parametrize("suite", FAULTS)
+def test_without_a_fault_nothing_is_found(suite: str, outcomes_of: Outcomes) -> None:
+    status, output = outcomes_of(suite)["none"]
     assert status == NOT_FOUND, output
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.situation)
-def test_is_found(fault: Fault, outcomes: dict[str, tuple[int, str]]) -> None:
+@pytest.mark.parametrize(
+    ("suite", "fault"),
+    [pytest.param(suite, fault, id=fault.situation) for suite, faults in FAULTS.items() for fault in faults],
+)
+def test_is_found(suite: str, fault: Fault, outcomes_of: Outcomes) -> None:
     source = (REPO / "kvstore" / fault.file).read_text()
     assert source.count(fault.before) == 1, "the source has changed: seed this fault anew"
-    status, output = outcomes[fault.situation]
+    status, output = outcomes_of(suite)[fault.situation]
     assert status == FOUND, output

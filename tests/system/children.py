@@ -97,7 +97,10 @@ class Witness:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             if kind is None:
-                self._child.say("enough")
+                try:
+                    self._child.say("enough")
+                except OSError:
+                    pass  # it has died, and says of what
                 slowest_s = self._child.hear()
                 assert slowest_s < self._slowest_s, f"the witness waited {slowest_s:.2f} s for a call"
                 self._child.join()
@@ -121,7 +124,8 @@ def watch(pipe: Connection, node: NodeProcess, token: str) -> None:
             assert report.stored + report.present == BLOCKS, report
             buffers = [bytearray(BLOCK_BYTES) for _ in keys]
             for reader, its in zip(ways, spaces, strict=True):
-                assert reader.get(its, keys, buffers) == BLOCKS
+                found = reader.get(its, keys, buffers)
+                assert found == BLOCKS, (found, reader.address, reader.explain(its, keys), reader.stat()["counters"])
                 assert list(map(bytes, buffers)) == blocks, "the witness read wrong bytes"
         client.evict(space, keys)
         slowest_s = max(slowest_s, time.monotonic() - began)

@@ -4,32 +4,17 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from engine_client.blocking import BlockingClient
-from kvstore.errors import StoreError
 from kvstore.prefix import Namespace
+from tests.system.cairn_process import CairnProcess
 
-REPO = Path(__file__).parents[2]
 PATIENCE_S = 20.0  # for what should take milliseconds, on a machine that is busy with other things
-SMALL = ("--tiers.dram.capacity=16MiB", "--tiers.dram.slab=1MiB", "--tiers.dram.mlock=no", "--tiers.dram.huge_pages=no")
-PROGRAM = """
-import asyncio, logging, sys, types, uvloop
-try:
-    import server.rest
-except ModuleNotFoundError:
-    sys.modules["server.rest"] = types.ModuleType("server.rest")
-    sys.modules["server.rest"].RestServer = None
-from server.config import load
-from server.node import Node
-logging.basicConfig(level="INFO")
-sys.exit(uvloop.run(Node(load(None, {}, sys.argv[1:])).serve()))
-"""
+SMALL = {"tiers.dram.capacity": "16MiB", "tiers.dram.slab": "1MiB", "tiers.dram.mlock": "no"}
 
 
 def until(condition: Callable[[], Any], what: str = "", within_s: float = PATIENCE_S) -> Any:
@@ -53,79 +38,67 @@ def free_port() -> int:
 
 
 class NodeProcess:
-    """`options` are settings as on the command line. The first tenant named is the admin's if there are any."""
+    """`options` are settings as on the command line; `admin_token` is of a configured tenant that is an admin."""
 
-    def __init__(self, run_dir: Path, *options: str, admin_token: str = "", tls: bool = False) -> None:
-        self.run_dir = run_dir
-        self.path = f"{run_dir}/node.sock"
+    def __init__(self, folder: Path, *options: str, admin_token: str = "", tls: bool = False) -> None:
+        self._run_dir = folder / "run"
+        self.path = f"{self._run_dir}/node.sock"
         self.unix = f"unix://{self.path}"
         self.port = free_port()
         self.tcp = f"{'tls' if tls else 'tcp'}://127.0.0.1:{self.port}"
-        self.log_file = run_dir / "log"
         self._admin_token = admin_token
-        self._options = (
-            f"--node.run_dir={run_dir}",
-            f"--node.tcp_listen=127.0.0.1:{self.port}",
-            "--rest.listen=",
-            *SMALL,
-            *options,
-        )
-        self._process: subprocess.Popen[bytes] | None = None
+        given = dict(option.removeprefix("--").split("=", 1) for option in options)
+        self._settings = {**SMALL, "node.tcp_listen": f"127.0.0.1:{self.port}", "rest.listen": "", **given}
+        self._process: CairnProcess | None = None
 
     def start(self) -> "NodeProcess":
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        with self.log_file.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, *self._options],
-                cwd=REPO, stdout=log, stderr=log, env={"PATH": os.environ["PATH"], "HOME": str(self.run_dir)},
-            )  # fmt: skip
-        until(self._answers, "the node to start")
+        """At the same addresses as before, if it ran before."""
+        self._process = CairnProcess(self._run_dir, {}, dict(self._settings))
+        until(self._is_grown, "the node to have all its memory")
         return self
 
-    def _answers(self) -> bool:
-        assert self.is_alive, f"the node did not start:\n{self.log}"
-        try:
-            with self.admin() as admin:
-                tier = admin.stat()["tiers"][0]
-                return bool(tier["capacity_bytes"] == tier["target_bytes"])
-        except StoreError:
-            return False
+    def _is_grown(self) -> bool:
+        tier = self.tier()
+        return bool(tier["capacity_bytes"] == tier["target_bytes"])
+
+    @property
+    def _cairn(self) -> CairnProcess:
+        assert self._process is not None, "it was not started"
+        return self._process
 
     @property
     def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
+        return self._cairn.pid
+
+    @property
+    def epoch(self) -> int:
+        return self._cairn.epoch
 
     @property
     def is_alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        return self._cairn.process.poll() is None
 
     @property
     def log(self) -> str:
-        return self.log_file.read_text()
+        return self._cairn.log
 
     @property
     def token(self) -> str:
-        return (self.run_dir / "token").read_text().split()[0]
+        return self._cairn.token
 
-    def signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+    def freeze(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
+        self._cairn.kill()
 
     def stop(self) -> None:
         """As an operator does; fails the test unless the node went in peace."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
-        self._process.terminate()
-        try:
-            code = self._process.wait(PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            raise
+        self.thaw()
+        code = self._cairn.stop()
         assert code == 0, f"the node ended with {code}:\n{self.log[-4000:]}"
         assert "Traceback" not in self.log, self.log[-4000:]
 
@@ -156,7 +129,7 @@ class NodeProcess:
         return len(os.listdir(f"/proc/{self.pid}/fd"))
 
     def assert_clean(self) -> None:
-        assert self.is_alive, self.log[-4000:]
+        assert self.is_alive, f"the node ended with {self._cairn.process.returncode}:\n{self.log[-4000:]}"
         assert "broken invariant" not in self.log, self.log[-4000:]
         with self.admin() as admin:
             assert admin.check() == []

@@ -572,6 +572,19 @@ def test_blocks_go_over_tcp_as_well(node, cairn, space, prompt):
     assert cairn.ok("match", space, "--tokens", ids).text == "5 of 5 blocks: 20 tokens\n"
 
 
+def test_a_node_that_hangs_is_given_up_in_time(node_process):
+    os.kill(node_process.pid, signal.SIGSTOP)
+    hung = Shell()("stat", "--address", node_process.address, "--timeout", "200ms")
+    os.kill(node_process.pid, signal.SIGCONT)
+    assert (hung.code, hung.err) == (1, f"error[deadline_exceeded]: {node_process.address}: no answer in time\n")
+
+
+def test_who_answers_and_is_no_node_is_told_apart(node):
+    outcome = Shell()("stat", "--address", node.rest_url.replace("http", "tcp"))
+    assert outcome.code == 1
+    assert outcome.err.startswith("error[protocol_error]: not a frame of this protocol")
+
+
 TENANTS = {
     "node.unix_tenant": "reader",
     "tenants.0.name": "reader",

@@ -24,7 +24,7 @@ TENANTS = (
 CONNECTIONS, LEASES, BATCH, INFLIGHT = 40, 32, 512, 4 << 20
 LIMITS = (
     f"--limits.connections={CONNECTIONS}", f"--limits.leases_per_client={LEASES}", f"--limits.batch_blocks={BATCH}",
-    f"--limits.inflight_bytes={INFLIGHT}", "--limits.frame_bytes=256KiB", "--limits.put_timeout=800ms",
+    f"--limits.inflight_bytes={INFLIGHT}", "--limits.frame_bytes=256KiB", "--limits.put_timeout=500ms",
     "--limits.pins_per_tenant=1000", "--limits.namespaces_per_tenant=64", "--rest.request_timeout=500ms",
 )  # fmt: skip
 SIZE = 50_000

@@ -52,6 +52,4 @@ def churn(index: PublishedIndex, slots: Region) -> None:
 if __name__ == "__main__":
     index_fd, slots_fd = map(int, sys.argv[1:])
     memory = Region(index_fd, index_bytes(ENTRIES), writable=True, populate=True).memory
-    churn(
-        PublishedIndex(memory, ENTRIES, 1), Region(slots_fd, SLOTS * SLOT_BYTES, writable=True, populate=True)
-    )
+    churn(PublishedIndex(memory, ENTRIES, 1), Region(slots_fd, SLOTS * SLOT_BYTES, writable=True, populate=True))

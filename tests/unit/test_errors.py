@@ -30,7 +30,9 @@ class TestEachError:
 
 
 def test_every_error_of_the_module_is_in_the_tree() -> None:
-    declared = [found for _, found in inspect.getmembers(errors, inspect.isclass) if found.__module__ == errors.__name__]
+    declared = [
+        found for _, found in inspect.getmembers(errors, inspect.isclass) if found.__module__ == errors.__name__
+    ]
     assert set(declared) == set(TREE)
 
 

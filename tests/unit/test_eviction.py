@@ -62,9 +62,9 @@ class EvictionContract:
         for block in blocks:
             policy.add(block)
         gone = []
-        while (block := policy.peek()) is not None:
-            policy.remove(block)
-            gone.append(block)
+        while (first := policy.peek()) is not None:
+            policy.remove(first)
+            gone.append(first)
         assert len(gone) == len(set(gone)) == 200
         assert set(gone) == set(blocks)
 
@@ -97,15 +97,17 @@ class EvictionContract:
     @pytest.mark.parametrize("order", [1, -1], ids=["in order", "late"])
     def test_what_was_removed_is_not_kept_alive(self, policy: EvictionPolicy, order: int) -> None:
         """Nor does the policy grow when the same blocks are held and let go all the time."""
-        for round_number in range(50):
+
+        def come_and_go(round_number: int) -> list[weakref.ref[Block]]:
             blocks = [Block(1000 + order * use, round_number * 100 + use + 1) for use in range(100)]
-            gone = [weakref.ref(block) for block in blocks]
             for _ in range(3):
                 for block in blocks:
                     policy.add(block)
                 for block in blocks:
                     policy.remove(block)
-            del block, blocks
+            return [weakref.ref(block) for block in blocks]
+
+        gone = [ref for round_number in range(50) for ref in come_and_go(round_number)]
         gc.collect()
         assert sum(ref() is not None for ref in gone) <= 70, "removed blocks wait in the policy"
 
@@ -145,12 +147,10 @@ class TestLru(EvictionContract):
     def test_is_a_sorted_list(self, seed: int) -> None:
         chance = random.Random(seed)
         lru, members = Lru(), set[Block]()
-        use = 0
-        for version in range(1, 3000):
-            use += 1
+        for use in range(1, 3000):
             action = chance.random()
             if action < 0.35 or not members:
-                block = Block(use if chance.random() < 0.5 else chance.randrange(use), version)
+                block = Block(use if chance.random() < 0.5 else chance.randrange(use), use)
                 members.add(block)
                 lru.add(block)
             elif action < 0.6:
@@ -238,11 +238,14 @@ class TestAcrossGroups:
 
     def test_groups_that_grow_colder_again_and_again_leave_no_trace(self) -> None:
         evictable = Evictable("lru")
-        for use in range(3000, 0, -1):
+
+        def come_and_go(use: int) -> None:
             block = replica("red", 64, use)
             evictable.add(block)
             evictable.remove(block)
             evictable.drop(block.group)
-        del block
+
+        for use in range(3000, 0, -1):
+            come_and_go(use)
         gc.collect()
         assert sum(isinstance(found, Queue) for found in gc.get_objects()) <= 2 * 70

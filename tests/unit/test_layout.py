@@ -90,9 +90,7 @@ def test_layer_ranges_tile_the_block_exactly(shape, parts):
 def test_sizes_are_those_of_the_models_they_stand_for():
     smollm2 = KvLayout(kind="gqa", layers=30, kv_heads=3, head_dim=64, block_tokens=16, dtype="bfloat16")
     assert smollm2.block_bytes == 16 * 23_040
-    deepseek = KvLayout(
-        kind="mla", layers=61, head_dim=512, value_head_dim=64, block_tokens=64, dtype="bfloat16"
-    )
+    deepseek = KvLayout(kind="mla", layers=61, head_dim=512, value_head_dim=64, block_tokens=64, dtype="bfloat16")
     assert deepseek.layer_range(1) == (64 * 576 * 2, 2 * 64 * 576 * 2)
 
 
@@ -113,8 +111,7 @@ def test_torch_tensors_of_every_dtype_come_back_bit_for_bit(torch, dtype, shape)
     layout = layout_of(shape, dtype=dtype)
     pair = tensors_for(layout, 8)
     key, value = (
-        None if bits is None else torch.from_numpy(bits.view(np.uint8)).view(getattr(torch, dtype))
-        for bits in pair
+        None if bits is None else torch.from_numpy(bits.view(np.uint8)).view(getattr(torch, dtype)) for bits in pair
     )
     blocks = pack_all(layout, key, value, 2)
     assert bytes(blocks[1]) == expected_layer(layout, *pair, 4) * layout.layers
@@ -306,9 +303,7 @@ def test_a_layout_that_makes_no_sense_is_refused(fields, message):
         layout_of("gqa", **fields)
 
 
-@pytest.mark.parametrize(
-    "cut", [{"layer_parts": 2}, {"head_parts": 3}, {"head_parts": 0}, {"layer_parts": -1}]
-)
+@pytest.mark.parametrize("cut", [{"layer_parts": 2}, {"head_parts": 3}, {"head_parts": 0}, {"layer_parts": -1}])
 def test_an_uneven_split_is_refused(cut):
     with pytest.raises(ValueError, match="split evenly"):
         layout_of("gqa").split(**cut)

@@ -1,0 +1,82 @@
+"""`python -m bench local [NAME ...] [--json]`: figures of one node on this host, each beside its floor."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from bench import local
+from bench.measure import Figure
+
+app = typer.Typer(add_completion=False, no_args_is_help=True)
+
+
+@app.callback()
+def bench() -> None:
+    """Measure Cairn on this machine. Figures are medians; ratios compare with a floor from the same run."""
+
+
+@app.command(name="local")
+def local_command(
+    names: Annotated[list[str] | None, typer.Argument(help="Only these figures.")] = None,
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """One node and its clients: shared memory, Unix socket, TCP loopback, the table, hashing.
+
+    \b
+    Examples:
+      python -m bench local
+      python -m bench local get_4k put_64k --json
+    """
+    console = Console(stderr=True)
+    figures = []
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("measuring")
+        for figure in local.run(set(names or ())):
+            progress.update(bar, description=f"{figure.name} {figure.value:.2f} {figure.unit}")
+            figures.append(figure)
+            if as_json:
+                sys.stdout.write(json.dumps(figure.as_json()) + "\n")
+                sys.stdout.flush()
+    unknown = set(names or ()) - {figure.name for figure in figures}
+    if unknown:
+        console.print(f"no figure is called {', '.join(sorted(unknown))}")
+        raise typer.Exit(2)
+    if not as_json:
+        Console().print(table(figures))
+
+
+def table(figures: list[Figure]) -> Table:
+    """For people: a bar is how close a figure comes to its target, full when it is reached."""
+    shown = Table(title="bigger is better in ratios: 1 is the floor", title_justify="left")
+    for name in ("figure", "value", "p99", "floor", "ratio", "target", ""):
+        shown.add_column(name, justify="left" if name in ("figure", "") else "right")
+    for figure in figures:
+        share = (figure.ratio or 0) / figure.target if figure.is_ratio else figure.target / max(figure.value, 1e-9)
+        bar = ProgressBar(
+            total=1.0, completed=min(share, 1.0), width=20, complete_style="green" if share >= 1 else "red"
+        )
+        shown.add_row(
+            figure.name,
+            f"{figure.value:,.2f} {figure.unit}",
+            f"{figure.p99:,.1f}" if figure.p99 is not None else "",
+            f"{figure.floor:,.2f}" if figure.floor is not None else "",
+            f"{figure.ratio:.2f}" if figure.ratio is not None else "",
+            f"{'≥' if figure.is_ratio else '≤'} {figure.target:g}{'' if figure.is_ratio else ' ' + figure.unit}",
+            bar,
+        )
+    return shown
+
+
+if __name__ == "__main__":
+    app()

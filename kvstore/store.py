@@ -243,12 +243,11 @@ class Store:
 
     # Operators.
 
-    def discard(self, space: OpenNamespace, keys: Sequence[BlockKey] | None, cause: Cause) -> tuple[int, int]:
-        """Delete blocks, or all of the namespace for None: (how many, bytes of their slots)."""
-        self.intake.check_batch(space, keys or ())
+    def discard(self, space: OpenNamespace, keys: Sequence[BlockKey], cause: Cause) -> tuple[int, int]:
+        """Delete blocks: (how many, bytes of their slots)."""
         blocks = freed_bytes = 0
         for tier_space in space.spaces:
-            for key in list(tier_space.replicas) if keys is None else keys:
+            for key in keys:
                 replica = self.table.readable(tier_space, key)
                 if replica is not None:
                     blocks += 1

@@ -1,7 +1,8 @@
 """HTTP connections of the REST interface: uvicorn's, with limits, and with word of when bytes have left.
 
-uvicorn by itself waits for ever for a request's head, takes heads of any size and any number of connections and
-pipelined requests, does not tell all of those when their connection is lost, and cannot say when the bytes it was given are out of the sender's memory.
+uvicorn by itself waits for ever for a request's head, takes heads of any size and any number of connections and of
+requests sent ahead, does not tell all of those when their connection is lost, and cannot say when the bytes it was
+given are out of the sender's memory.
 """
 
 import asyncio

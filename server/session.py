@@ -4,6 +4,7 @@ Connections and REST use it alike, so both have the same limits, checks and erro
 where nothing has to be waited for, else with a coroutine.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
@@ -28,6 +29,7 @@ Answer = wire.Message | Awaitable[wire.Message]
 WRITES = (wire.Put, wire.Progress, wire.Commit, wire.Abort, wire.Evict, wire.Pin, wire.Unpin)
 ADMIN = (wire.SetTier, wire.Check)
 LIST_LIMIT = 10_000
+EVICT_STEP_BLOCKS = 64
 
 
 class Session:
@@ -250,8 +252,20 @@ class Session:
 
     def _evict(self, request: wire.Evict) -> Answer:
         space = self._space(request.namespace)
-        keys = None if request.whole else keys_of(space, request.keys)
-        blocks, freed_bytes = self.store.discard(space, keys, Cause.DELETED)
+        if request.whole:
+            return self._evict_all(request, space)
+        keys = keys_of(space, request.keys)
+        self.store.intake.check_batch(space, keys)
+        return wire.Evicted(request.id, *self.store.discard(space, keys, Cause.DELETED))
+
+    async def _evict_all(self, request: wire.Evict, space: OpenNamespace) -> wire.Message:
+        """What is here now, in small steps and children first: others are served meanwhile."""
+        blocks = freed_bytes = 0
+        keys = [key for tier_space in space.spaces for key in tier_space.replicas][::-1]
+        for start in range(0, len(keys), EVICT_STEP_BLOCKS):
+            counts = self.store.discard(space, keys[start : start + EVICT_STEP_BLOCKS], Cause.DELETED)
+            blocks, freed_bytes = blocks + counts[0], freed_bytes + counts[1]
+            await asyncio.sleep(0)
         return wire.Evicted(request.id, blocks, freed_bytes)
 
     def _pin(self, request: wire.Pin) -> Answer:

@@ -65,8 +65,8 @@ class Process:
             raise WorkerFailed(f"{self._name} ended with code {self._child.wait()}")
         return json.loads(line)
 
-    def ask(self, do: str, **arguments: Any) -> Any:
-        self.tell({"do": do, **arguments})
+    def ask(self, request: dict[str, Any]) -> Any:
+        self.tell(request)
         return self.hear()
 
     def stop(self) -> None:
@@ -193,13 +193,14 @@ def _run(
     prefill, decode = workers
     answered = []
     for number, question in enumerate(QUESTIONS, 1):
-        prompt = prefill.ask("prompt", document=document, document_tokens=document_tokens, question=question)
+        about = {"document": document, "document_tokens": document_tokens, "question": question}
+        prompt = prefill.ask({"do": "prompt", **about})
         note(f"question {number}: {len(prompt)} tokens, without a store")
-        alone = decode.ask("alone", tokens=prompt, steps=steps)
+        alone = decode.ask({"do": "alone", "tokens": prompt, "steps": steps})
         note(f"question {number}: prefill process")
-        put = prefill.ask("prefill", tokens=prompt)
+        put = prefill.ask({"do": "prefill", "tokens": prompt})
         note(f"question {number}: decode process")
-        got = decode.ask("decode", tokens=prompt, steps=steps)
+        got = decode.ask({"do": "decode", "tokens": prompt, "steps": steps})
         answered.append(Answered(question, len(prompt), put, got, alone))
     note("asking the node")
     cli = [sys.executable, "-m", "server.cli", "stat", "--json", "--address", address]

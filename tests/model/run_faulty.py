@@ -13,10 +13,8 @@ import pytest
 
 AT_ONCE = 2
 SUITES = {
-    "table": [
-        *("unit/test_holds.py", "unit/test_table.py", "unit/test_slab.py", "unit/test_eviction.py"),
-        "model/test_table_model.py",
-    ],
+    "table": ["unit/test_holds.py", "unit/test_table.py", "unit/test_slab.py", "unit/test_eviction.py"],
+    "table model": ["model/test_table_model.py"],
     "published": ["model/test_published_model.py"],
 }
 OPTIONS = ["-q", "-x", "--tb=line", "--assert=plain", "-p", "no:cacheprovider", "--noconftest", "--rootdir", "."]

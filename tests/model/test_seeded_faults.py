@@ -13,7 +13,7 @@ import pytest
 from tests.model import faults, published_faults
 from tests.model.faults import Fault
 
-FAULTS = {"table": faults.FAULTS, "published": published_faults.FAULTS}
+FAULTS = {"table": faults.FAULTS, "table model": faults.MODEL_FAULTS, "published": published_faults.FAULTS}
 Outcomes = Callable[[str], dict[str, tuple[int, str]]]
 REPO = Path(__file__).parents[2]
 FOUND, NOT_FOUND = 1, 0  # exit status of pytest
@@ -32,7 +32,9 @@ def outcomes(suite: str, parent: Path) -> dict[str, tuple[int, str]]:
     """Of the tests on each faulty copy, and on one without a fault: exit status and output, by situation."""
     folders = {}
     for number, fault in enumerate((None, *FAULTS[suite])):
-        folder = folders[fault.situation if fault is not None else "none"] = parent / f"{suite}-{number}"
+        folder = folders[fault.situation if fault is not None else "none"] = (
+            parent / f"{suite.replace(' ', '-')}-{number}"
+        )
         folder.mkdir()
         copy_package(folder, fault)
     environ = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "CAIRN_MODEL_PROFILE": "mutant"}

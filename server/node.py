@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import resource
-import resource
 import signal
 import socket
 import ssl

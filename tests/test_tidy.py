@@ -66,16 +66,16 @@ IMPURE = {
 }
 THIRD_PARTY = {  # a dependency, and the modules that know it
     "msgspec": ["kvstore/prefix.py", "kvstore/wire.py", "server/config.py", "server/sources.py"],
-    "xxhash": ["kvstore/prefix.py", "kvstore/copier.py", "server/rest_blocks.py"],
+    "xxhash": ["kvstore/prefix.py", "kvstore/copier.py", "server/rest/blocks.py"],
     "numpy": [
         *("kvstore/prefix.py", "kvstore/copier.py", "kvstore/region.py", "kvstore/explain.py"),
         "engine_client/layout.py",
     ],
     "uvloop": ["server/commands/node.py"],
-    "fastapi": ["server/rest*.py"],
-    "pydantic": ["server/rest_models.py", "server/rest_openapi.py"],
-    "starlette": ["server/rest*.py"],
-    "uvicorn": ["server/rest.py", "server/rest_http.py"],
+    "fastapi": ["server/rest/*.py"],
+    "pydantic": ["server/rest/models.py", "server/rest/openapi.py"],
+    "starlette": ["server/rest/*.py"],
+    "uvicorn": ["server/rest/__init__.py", "server/rest/http.py"],
     "prometheus_client": ["server/exporter.py"],
     "typer": ["server/cli.py", "server/commands/*"],
     "rich": ["server/commands/*"],

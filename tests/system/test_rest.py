@@ -22,10 +22,10 @@ from kvstore.prefix import Namespace, chain
 from kvstore.store import Store
 from kvstore.types import DRAM
 from server.rest import create_app
-from server.rest_door import Sessions
-from server.rest_http import HttpConnection
-from server.rest_models import NamespaceFields
-from server.rest_node import size_bytes
+from server.rest.door import Sessions
+from server.rest.http import HttpConnection
+from server.rest.models import NamespaceFields
+from server.rest.node import size_bytes
 
 FIELDS = {"model": "m", "dtype": "bfloat16", "layout": "kv", "block_tokens": 4, "layers": 2}
 KEY, OTHER = "a1" * 16, "b2" * 16

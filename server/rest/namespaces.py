@@ -13,9 +13,9 @@ from kvstore.catalogue import OpenNamespace
 from kvstore.errors import InvalidRequest, NamespaceMismatch
 from kvstore.prefix import Namespace
 from kvstore.wire import pack_keys
-from server.rest_door import session_of
-from server.rest_keys import all_parts, find_namespace, first_parts, to_key, to_keys
-from server.rest_models import (
+from server.rest.door import session_of
+from server.rest.keys import all_parts, find_namespace, first_parts, to_key, to_keys
+from server.rest.models import (
     EXAMPLE_KEY,
     IN_ORDER,
     KEY_PATTERN,
@@ -41,8 +41,8 @@ from server.rest_models import (
     PinRow,
     PinTokens,
 )
-from server.rest_openapi import GUARDED, READS_BODY, by_name, problems
-from server.rest_problems import Problem
+from server.rest.openapi import GUARDED, READS_BODY, by_name, problems
+from server.rest.problems import Problem
 from server.session import LIST_LIMIT, Session
 
 router = APIRouter(prefix="/v1", responses=GUARDED, generate_unique_id_function=by_name)

@@ -5,8 +5,8 @@ from typing import Any
 from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
 
-from server.rest_models import CHECKSUM_PATTERN, EXAMPLE_CHECKSUM, EXAMPLE_KEY, KEY_PATTERN, ProblemDocument
-from server.rest_problems import MEDIA_TYPE
+from server.rest.models import CHECKSUM_PATTERN, EXAMPLE_CHECKSUM, EXAMPLE_KEY, KEY_PATTERN, ProblemDocument
+from server.rest.problems import MEDIA_TYPE
 
 Responses = dict[int | str, dict[str, Any]]
 

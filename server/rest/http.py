@@ -15,7 +15,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from server.rest_problems import RETRY_AFTER_S, Problem
+from server.rest.problems import RETRY_AFTER_S, Problem
 
 log = logging.getLogger("cairn.rest")
 

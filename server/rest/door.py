@@ -10,8 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstore.catalogue import Tenant
 from kvstore.errors import Forbidden
-from server.rest_http import connection_of
-from server.rest_problems import RETRY_AFTER_S, Problem, unauthorized
+from server.rest.http import connection_of
+from server.rest.problems import RETRY_AFTER_S, Problem, unauthorized
 from server.session import Session
 
 if TYPE_CHECKING:

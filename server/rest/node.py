@@ -8,10 +8,10 @@ from fastapi import APIRouter, Path, Request, Response
 from kvstore import wire
 from kvstore.errors import InvalidRequest, NotFound
 from server.config import SIZES
-from server.rest_door import node_of, session_of
-from server.rest_models import CheckResult, Health, TierChange, TierList, TierRow
-from server.rest_openapi import GUARDED, READS_BODY, by_name, problems
-from server.rest_problems import RETRY_AFTER_S, Problem
+from server.rest.door import node_of, session_of
+from server.rest.models import CheckResult, Health, TierChange, TierList, TierRow
+from server.rest.openapi import GUARDED, READS_BODY, by_name, problems
+from server.rest.problems import RETRY_AFTER_S, Problem
 from server.session import Session
 from server.sources import QUANTITY
 from server.stats import tiers

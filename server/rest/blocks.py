@@ -19,11 +19,11 @@ from kvstore.errors import NotFound, QuotaExceeded, StoreError, TierFull
 from kvstore.table import Replica
 from kvstore.types import DRAM, BlockKey, Placement
 from kvstore.wire import pack_u64
-from server.rest_door import node_of, session_of, visit_of
-from server.rest_http import connection_of
-from server.rest_keys import find_namespace, to_key
-from server.rest_models import CHECKSUM_PATTERN, KEY_PATTERN, StoredBlock
-from server.rest_openapi import (
+from server.rest.door import node_of, session_of, visit_of
+from server.rest.http import connection_of
+from server.rest.keys import find_namespace, to_key
+from server.rest.models import CHECKSUM_PATTERN, KEY_PATTERN, StoredBlock
+from server.rest.openapi import (
     BINARY,
     BLOCK_PATH,
     CONTENT_RANGE,
@@ -38,7 +38,7 @@ from server.rest_openapi import (
     by_name,
     problems,
 )
-from server.rest_problems import RETRY_AFTER_S, Problem, invalid
+from server.rest.problems import RETRY_AFTER_S, Problem, invalid
 from server.session import Session
 
 PIECE_BYTES = 256 << 10

@@ -5,8 +5,8 @@ from kvstore.errors import InvalidRequest
 from kvstore.prefix import chain, part_key, split_part
 from kvstore.types import KEY_BYTES, BlockKey
 from kvstore.wire import unpack_keys
-from server.rest_models import ByKeys, ByTokens
-from server.rest_problems import Problem
+from server.rest.models import ByKeys, ByTokens
+from server.rest.problems import Problem
 from server.session import Session
 
 

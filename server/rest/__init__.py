@@ -11,13 +11,14 @@ import uvicorn
 from fastapi import FastAPI
 
 from kvstore.errors import ConfigError
-from server import rest_blocks, rest_namespaces, rest_node
 from server.config import host_port
 from server.exporter import Exporter
-from server.rest_door import Door, Sessions
-from server.rest_http import HttpConnection
-from server.rest_openapi import DESCRIPTION, complete, limit_block_bytes
-from server.rest_problems import install
+from server.rest import blocks, namespaces
+from server.rest import node as node_routes
+from server.rest.door import Door, Sessions
+from server.rest.http import HttpConnection
+from server.rest.openapi import DESCRIPTION, complete, limit_block_bytes
+from server.rest.problems import install
 
 if TYPE_CHECKING:
     from server.node import Node
@@ -45,7 +46,7 @@ def create_app(node: "Node | None") -> FastAPI:
         title="Cairn",
         version=API_VERSION,
         description=DESCRIPTION,
-        routes=[*rest_blocks.router.routes, *rest_namespaces.router.routes, *rest_node.router.routes],
+        routes=[*blocks.router.routes, *namespaces.router.routes, *node_routes.router.routes],
         redoc_url=None,
         redirect_slashes=False,
     )

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from engine_client import operations
 from engine_client.address import Address, parse_address, tls_context
 from engine_client.retry import REPLY_BYTES, Retry
-from engine_client.steps import Call, Grant, Held, Link, OpenSpace, Operation, PutReport, Work
+from engine_client.steps import Call, Grant, Held, Link, Loan, OpenSpace, Operation, PutReport, Work
 from kvstore import wire
 from kvstore.errors import (
     ConnectFailed,
@@ -39,6 +39,7 @@ from kvstore.types import BlockKey
 Result = TypeVar("Result")
 
 LOOK_S = 0.05  # between two looks at the connection by calls that need nothing of it
+LEAST_S = 0.001  # a socket's limit is above 0
 
 
 class BlockingClient:
@@ -68,6 +69,7 @@ class BlockingClient:
         self._retry = Retry()
         self._look_at = 0.0
         self._until = math.inf
+        self._left: list[tuple[FrameSocket, Link]] = []  # given up, while somebody may be in their node's memory
 
     def __enter__(self) -> "BlockingClient":
         return self
@@ -78,16 +80,18 @@ class BlockingClient:
         self.close()
 
     def close(self) -> None:
-        """Hang up; the node frees what this client held."""
+        """Hang up; the node frees what this client held. Nobody may be using it any more."""
         with self._turn:
             self._disconnect()
+            for stream, _ in self._left:
+                stream.close()
+            self._left.clear()
 
     # Operations; see engine_client.operations.
 
-    def connect(self) -> wire.Welcome:
+    def connect(self, within_s: float | None = None) -> wire.Welcome:
         """Connect now rather than at the first call; what the node said of itself."""
-        with self._turn:
-            return self._connected().welcome
+        return self._drive(operations.welcome, within_s)
 
     def open(self, name: str, namespace: Namespace, part: int = 0) -> OpenSpace:
         """Name a namespace and use it. The first to use a name says what it stands for."""
@@ -102,12 +106,12 @@ class BlockingClient:
         self._spaces.append(space)
         return space
 
-    def match(self, space: OpenSpace, keys: Sequence[BlockKey]) -> int:
+    def match(self, space: OpenSpace, keys: Sequence[BlockKey], *, within_s: float | None = None) -> int:
         """How many blocks of a chain the node has, from the first. Nothing is held."""
         number, shared = space.number, self._shared(space)
         if shared is not None and shared.reader.is_complete:
             return shared.reader.match(number, keys, space.namespace.parts)
-        return self._drive(lambda link: operations.match(link, space, keys))
+        return self._drive(lambda link: operations.match(link, space, keys), within_s)
 
     def get(
         self,
@@ -136,7 +140,7 @@ class BlockingClient:
             so_far = local if link.shared is shared else None  # else the node was restarted meanwhile
             return operations.get_rest(link, space, keys, targets, wait_s, so_far)
 
-        return self._drive(rest, within_s)
+        return self._drive(rest, within_s, wait_s)
 
     def get_bytes(self, space: OpenSpace, key: BlockKey) -> bytes:
         """One block as fresh bytes. Raises NotFound, Corrupt."""
@@ -163,15 +167,17 @@ class BlockingClient:
         return self._drive(
             lambda link: operations.acquire(link, space, keys, lease_s=lease_s, wait_s=wait_s, layers=layers),
             within_s,
+            wait_s,
         )
 
     def renew(self, held: Held, lease_s: float) -> None:
         """Keep it for longer. StaleLease when it lapsed."""
-        self._drive(lambda _: operations.renew(held.lease_id, lease_s))
+        self._drive(lambda link: operations.renew(link, held, lease_s))
 
-    def release(self, held: Held) -> None:
+    def release(self, held: Held, within_s: float | None = None) -> None:
         """Let go. Idempotent."""
-        self._drive(lambda _: operations.release(held.lease_id))
+        if self._is_of_now(held):
+            self._drive(lambda link: operations.release(link, held), within_s)
 
     def put(
         self,
@@ -191,15 +197,16 @@ class BlockingClient:
 
     def progress(self, grant: Grant, layers: int) -> None:
         """The first `layers` layers of all slots are in place: readers that asked for that may begin."""
-        self._drive(lambda _: operations.progress(grant, layers))
+        self._drive(lambda link: operations.progress(link, grant, layers))
 
     def commit(self, grant: Grant, checksums: Sequence[int] | None = None) -> PutReport:
         """All slots are filled. StaleLease when it took too long, Corrupt when the bytes did not arrive well."""
-        return self._drive(lambda _: operations.commit(grant, checksums))
+        return self._drive(lambda link: operations.commit(link, grant, checksums))
 
     def abort(self, grant: Grant) -> None:
         """This client will not write into the slots any more. Idempotent."""
-        self._drive(lambda _: operations.abort(grant.grant_id))
+        if self._is_of_now(grant):
+            self._drive(lambda link: operations.abort(link, grant))
 
     def report(self, space: OpenSpace, keys: Sequence[BlockKey], within_s: float | None = None) -> int:
         """These blocks were damaged here: the node looks itself, and drops those that are; how many."""
@@ -245,16 +252,28 @@ class BlockingClient:
 
     # Driving.
 
-    def _drive(self, begin: Callable[[Link], Operation[Result]], within_s: float | None = None) -> Result:
-        """Run an operation; `within_s` bounds all of its waiting, for its turn and for a connection too."""
-        until = math.inf if within_s is None else time.monotonic() + within_s
-        if not self._turn.acquire(timeout=-1 if within_s is None else within_s):
-            raise DeadlineExceeded(f"another thread's call took longer than {within_s} s")
+    def _drive(
+        self, begin: Callable[[Link], Operation[Result]], within_s: float | None = None, wait_s: float = 0.0
+    ) -> Result:
+        """Run an operation, for which the node may sit `wait_s` on purpose.
+
+        `within_s` (else the client's time limit and `wait_s`) bounds all of its waiting, for its turn and for a
+        connection too.
+        """
+        limit_s = self._timeout_s + wait_s if within_s is None else within_s
+        until = time.monotonic() + limit_s
+        if not self._turn.acquire(timeout=limit_s):
+            raise DeadlineExceeded(f"another thread's call took longer than {limit_s} s")
         outer, self._until = self._until, min(until, self._until)
         try:
-            return self._run(begin(self._connected()))
+            link = self._connected()
+            if link.shared is not None:
+                link.shared.timeout_s = max(self._until - time.monotonic(), LEAST_S)
+            return self._run(begin(link))
         finally:
             self._until = outer
+            if self._left:
+                self._leave()
             self._turn.release()
 
     def _run(self, operation: Operation[Result]) -> Result:
@@ -272,20 +291,15 @@ class BlockingClient:
             except BaseException as failure:
                 error = failure
 
-    def _deadline(self, wait_s: float) -> float:
-        """When the node must have answered a call that it may sit on for `wait_s`."""
-        return min(time.monotonic() + self._timeout_s + wait_s, self._until)
-
     def _call(self, call: Call) -> Any:
         if self._stream is None:
             raise PeerLost("the connection broke, and what it held is gone")
         self._requests += 1
         number = self._requests
-        deadline = self._deadline(call.wait_s)
         try:
             frame = wire.encode(call.request(number), sum(map(len, call.payload)))
-            self._stream.send(frame, call.payload, deadline)
-            reply = self._stream.receive(number, call.targets, deadline)
+            self._stream.send(frame, call.payload, self._until)
+            reply = self._stream.receive(number, call.targets, self._until)
         except TimeoutError as error:
             self._disconnect()
             raise DeadlineExceeded(f"{self.address}: no answer in time") from error
@@ -298,6 +312,15 @@ class BlockingClient:
         if isinstance(reply, wire.Failed):
             raise wire.to_error(reply)
         return reply
+
+    def _is_of_now(self, loan: Loan) -> bool:
+        """Whether the node has to be told that it is given back. With a connection that was given up it need not."""
+        if loan.link is self._link:
+            return True
+        loan.give_back()
+        with self._turn:
+            self._leave()
+        return False
 
     # Connecting.
 
@@ -323,7 +346,7 @@ class BlockingClient:
         self._disconnect()
         try:
             self._stream = FrameSocket(self._open_socket(), REPLY_BYTES)
-            self._link = self._say_hello()
+            self._link = self._say_hello(self._stream.is_open)
             for space in self._spaces:
                 self._run(operations.open_space(self._link, space))
         except BaseException as error:
@@ -337,7 +360,7 @@ class BlockingClient:
         address = self.address
         stream: socket.socket | None = None
         try:
-            timeout_s = left_s(self._deadline(0.0))
+            timeout_s = left_s(self._until)
             if address.path:
                 stream = socket.socket(socket.AF_UNIX)
                 stream.settimeout(timeout_s)
@@ -351,18 +374,34 @@ class BlockingClient:
                 stream.close()
             raise ConnectFailed(f"{address}: {error.strerror or str(error) or 'no answer in time'}") from error
 
-    def _say_hello(self) -> Link:
+    def _say_hello(self, is_open: Callable[[], bool]) -> Link:
         welcome = self._call(Call(lambda number: wire.Hello(number, wire.PROTOCOL, self._token, self._name)))
         if not isinstance(welcome, wire.Welcome):
             raise ProtocolError(f"{self.address}: answered Hello with {type(welcome).__name__}")
-        if not self.address.path:
-            return Link(welcome, None, self._verify)
-        door = Door(self.address.path, welcome.ticket, self._timeout_s)
-        return Link(welcome, SharedMemory(door, may_write=welcome.may_write), self._verify)
+        shared = None
+        if self.address.path:
+            timeout_s = max(self._until - time.monotonic(), LEAST_S)
+            shared = SharedMemory(Door(self.address.path, welcome.ticket), timeout_s, may_write=welcome.may_write)
+        return Link(welcome, shared, self._verify, is_open=is_open)
 
     def _disconnect(self) -> None:
+        """Give the connection up. It is kept open while somebody may be in the node's memory, unasked.
+
+        For with its end the node gives that memory to others.
+        """
         stream, link, self._stream, self._link = self._stream, self._link, None, None
-        if stream is not None:
+        if stream is not None and link is not None and link.shared is not None and link.lent and stream.is_open():
+            self._left.append((stream, link))
+        elif stream is not None:
             stream.close()
         if link is not None and link.shared is not None:
             link.shared.close()
+
+    def _leave(self) -> None:
+        """Close the given up connections of which nobody has anything any more."""
+        left, self._left = self._left, []
+        for stream, link in left:
+            if link.lent and stream.is_open():
+                self._left.append((stream, link))
+            else:
+                stream.close()

@@ -58,12 +58,17 @@ class _Replies(FrameStream):
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future, call
         self.send(wire.encode(call.request(number), sum(map(len, call.payload))), call.payload)
+        is_taken = False
         try:
             async with asyncio.timeout(timeout_s + call.wait_s):
-                return await future
+                reply = await future
+            is_taken = True
+            return reply
         except TimeoutError as error:
             raise DeadlineExceeded(f"no answer in {timeout_s + call.wait_s} s") from error
         finally:
+            if not is_taken and future.done() and not future.cancelled() and future.exception() is None:
+                self._refuse(future.result())
             self._waiting.pop(number, None)
             if self._arriving is not None and self._arriving[0] == number:
                 self._arriving = None
@@ -75,8 +80,9 @@ class _Replies(FrameStream):
             self._fail(wire.to_error(reply))
             return sink(payload_bytes)
         future, call = self._waiting.get(reply.id, (None, None))
-        if future is None or call is None or future.done():
-            return sink(payload_bytes)  # whoever asked has gone
+        if future is None or call is None or future.done():  # whoever asked has gone
+            self._refuse(reply)
+            return sink(payload_bytes)
         if isinstance(reply, wire.Failed):
             future.set_exception(wire.to_error(reply))
             return sink(payload_bytes)
@@ -92,6 +98,16 @@ class _Replies(FrameStream):
             return sink(payload_bytes)
         self._arriving = reply.id, reply
         return targets
+
+    def _refuse(self, reply: Any) -> None:
+        """Give back what the node gave to somebody who does not wait for it any more."""
+        self._requests += 1
+        if isinstance(reply, wire.Acquired) and reply.lease_id:
+            self.send(wire.encode(wire.Release(self._requests, reply.lease_id)))
+        elif isinstance(reply, wire.Placed) and reply.grant_id:
+            self.send(wire.encode(wire.Abort(self._requests, reply.grant_id)))
+        elif isinstance(reply, wire.Pinned) and reply.pin_id:
+            self.send(wire.encode(wire.Unpin(self._requests, reply.pin_id)))
 
     def payload_received(self) -> None:
         if self._arriving is None:
@@ -136,6 +152,8 @@ class Client:
         self._tls = tls_context(ca_file) if self.address.tls else None
         self._copier = Copier(copier_threads)
         self._turn = asyncio.Lock()
+        self._mapping = asyncio.Lock()  # memory is mapped by one at a time
+        self._is_closed = False
         self._replies: _Replies | None = None
         self._link: Link | None = None
         self._spaces: list[OpenSpace] = []
@@ -150,7 +168,8 @@ class Client:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Hang up; the node frees what this client held."""
+        """Hang up, for good; the node frees what this client held. Calls under way end with a TransportError."""
+        self._is_closed = True
         self._disconnect()
         await asyncio.to_thread(self._copier.close)
 
@@ -158,7 +177,7 @@ class Client:
 
     async def connect(self) -> wire.Welcome:
         """Connect now rather than at the first call; what the node said of itself."""
-        return (await self._connected()).welcome
+        return await self._drive(operations.welcome)
 
     async def open(self, name: str, namespace: Namespace, part: int = 0) -> OpenSpace:
         """Name a namespace and use it. The first to use a name says what it stands for."""
@@ -207,11 +226,11 @@ class Client:
 
     async def renew(self, held: Held, lease_s: float) -> None:
         """Keep it for longer. StaleLease when it lapsed."""
-        await self._drive(lambda _: operations.renew(held.lease_id, lease_s))
+        await self._drive(lambda link: operations.renew(link, held, lease_s))
 
     async def release(self, held: Held) -> None:
         """Let go. Idempotent."""
-        await self._drive(lambda _: operations.release(held.lease_id))
+        await self._drive(lambda link: operations.release(link, held))
 
     async def put(
         self,
@@ -231,15 +250,15 @@ class Client:
 
     async def progress(self, grant: Grant, layers: int) -> None:
         """The first `layers` layers of all slots are in place: readers that asked for that may begin."""
-        await self._drive(lambda _: operations.progress(grant, layers))
+        await self._drive(lambda link: operations.progress(link, grant, layers))
 
     async def commit(self, grant: Grant, checksums: Sequence[int] | None = None) -> PutReport:
         """All slots are filled. StaleLease when it took too long, Corrupt when the bytes did not arrive well."""
-        return await self._drive(lambda _: operations.commit(grant, checksums))
+        return await self._drive(lambda link: operations.commit(link, grant, checksums))
 
     async def abort(self, grant: Grant) -> None:
         """This client will not write into the slots any more. Idempotent."""
-        await self._drive(lambda _: operations.abort(grant.grant_id))
+        await self._drive(lambda link: operations.abort(link, grant))
 
     async def evict(self, space: OpenSpace, keys: Sequence[BlockKey] | None = None) -> wire.Evicted:
         """Delete blocks, or all of the namespace."""
@@ -270,25 +289,38 @@ class Client:
         return await self._run(begin(await self._connected()))
 
     async def _run(self, operation: Operation[Result]) -> Result:
+        """Cancelled, it lets the operation give back what it has; if that fails, it is cancelled all the same."""
         outcome: Any = None
         error: BaseException | None = None
+        cancelled: asyncio.CancelledError | None = None
         while True:
             try:
                 step = operation.send(outcome) if error is None else operation.throw(error)
             except StopIteration as stop:
                 result: Result = stop.value
                 return result
+            except StoreError:
+                if cancelled is not None:
+                    raise cancelled from None
+                raise
             outcome = error = None
             try:
                 outcome = await self._perform(step)
+            except asyncio.CancelledError as failure:
+                error = cancelled = failure
             except BaseException as failure:
                 error = failure
 
     async def _perform(self, step: Call | Work) -> Any:
+        if self._is_closed:
+            raise PeerLost(f"{self.address}: this client was closed")
         if isinstance(step, Work):
             if 0 <= step.size <= ON_LOOP_BYTES:
                 return step.run()
-            return await self._copier.run(step.run)
+            if step.size >= 0:
+                return await self._copier.run(step.run)
+            async with self._mapping:
+                return await self._copier.run(step.run)
         if self._replies is None:
             raise PeerLost("the connection broke, and what it held is gone")
         return await self._replies.ask(step, self._timeout_s)
@@ -301,6 +333,8 @@ class Client:
         async with self._turn:
             if self._link is not None and self._replies is not None and self._replies.lost is None:
                 return self._link
+            if self._is_closed:
+                raise ConnectFailed(f"{self.address}: this client was closed")
             self._retry.check(self.address)
             self._disconnect()
             try:
@@ -337,9 +371,14 @@ class Client:
             raise ProtocolError(f"{address}: answered Hello with {type(welcome).__name__}")
         shared = None
         if address.path:
-            shared = await self._copier.run(
-                lambda: SharedMemory(Door(address.path, welcome.ticket, self._timeout_s), may_write=welcome.may_write)
-            )
+            door = Door(address.path, welcome.ticket)
+            try:
+                shared = await self._copier.run(
+                    lambda: SharedMemory(door, self._timeout_s, may_write=welcome.may_write)
+                )
+            except BaseException:
+                door.close()
+                raise
         return Link(welcome, shared, self._verify)
 
     def _disconnect(self) -> None:

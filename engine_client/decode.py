@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from engine_client.blocking import BlockingClient
@@ -10,6 +11,8 @@ from kvstore.copier import checksum
 from kvstore.errors import StoreError
 
 LEASE_S = 60.0
+LEAST_S = 0.001  # for a call whose time is over
+RELEASE_S = 1.0  # for a node that hangs; a connection that is given up releases as well
 
 
 class DecodeClient:
@@ -33,8 +36,7 @@ class DecodeClient:
         if not keys:
             return LoadedPrefix(self._client, None, [], 0, "")
         try:
-            shared = self._client.connect().ticket
-            if shared:
+            if self._client.connect(deadline_s).ticket:
                 return self._in_place(keys, until)
             return self._copied(keys, until)
         except StoreError as error:
@@ -42,7 +44,7 @@ class DecodeClient:
 
     def _in_place(self, keys: Sequence[Any], until: float) -> "LoadedPrefix":
         asked = time.monotonic()
-        left_s = max(until - asked, 0.001)
+        left_s = max(until - asked, LEAST_S)
         held = self._client.acquire(self._space, keys, lease_s=LEASE_S, wait_s=0.9 * left_s, within_s=left_s)
         if held is None:
             return LoadedPrefix(self._client, None, [], 0, "")
@@ -55,13 +57,14 @@ class DecodeClient:
         )
         if good < len(held.blocks):
             loaded.failure = "a block was damaged"
-            self._client.report(self._space, [keys[good]], within_s=max(until - time.monotonic(), 0.001))
+            with suppress(StoreError):  # the next reader will find out too
+                self._client.report(self._space, [keys[good]], within_s=max(until - time.monotonic(), LEAST_S))
         return loaded
 
     def _copied(self, keys: Sequence[Any], until: float) -> "LoadedPrefix":
         size = self._space.namespace.block_bytes
-        present = self._client.match(self._space, keys) if until - time.monotonic() > 0 else 0
-        left_s = max(until - time.monotonic(), 0.001)
+        present = self._client.match(self._space, keys, within_s=max(until - time.monotonic(), LEAST_S))
+        left_s = max(until - time.monotonic(), LEAST_S)
         wanted = keys[: max(present, 1)]
         buffers = [bytearray(size) for _ in wanted]
         got = self._client.get(self._space, wanted, buffers, wait_s=0.9 * left_s, within_s=left_s)
@@ -98,13 +101,14 @@ class LoadedPrefix:
 
     def is_intact(self) -> bool:
         """Whether all that was read from `blocks` so far was theirs: ask after reading, not before."""
-        return time.monotonic() < self._good_until
+        is_held = self._held is None or self._held.link.is_open()
+        return is_held and time.monotonic() < self._good_until
 
     def close(self) -> None:
         """Let go of the blocks. Idempotent."""
         held, self._held, self.blocks = self._held, None, []
         if held is not None:
             try:
-                self._client.release(held)
+                self._client.release(held, within_s=RELEASE_S)
             except StoreError:
                 return  # the session is gone, and the node has released what it held

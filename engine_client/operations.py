@@ -10,7 +10,7 @@ from typing import Any
 from engine_client.steps import Call, Grant, Held, Link, OpenSpace, Operation, PutReport, Work
 from kvstore import wire
 from kvstore.copier import address_of, checksum, copy_bytes, copy_hashed
-from kvstore.errors import Corrupt, InvalidRequest, NotFound, ProtocolError
+from kvstore.errors import Corrupt, InvalidRequest, NotFound, ProtocolError, StaleLease
 from kvstore.transport.local import LocalGet, View
 from kvstore.types import BlockKey, Placement
 from kvstore.wire import pack_keys, pack_u64, unpack_u64
@@ -33,6 +33,12 @@ def find_space(link: Link, name: str, part: int) -> Operation[OpenSpace]:
     """The namespace that a name stands for already. NotFound when it stands for none."""
     reply = yield Call(lambda number: wire.Open(number, name, None))
     return OpenSpace(name, reply.namespace, BlockKey(reply.root), reply.number, part, link.welcome.epoch)
+
+
+def welcome(link: Link) -> Operation[wire.Welcome]:
+    """What the node said of itself."""
+    yield from ()
+    return link.welcome
 
 
 def match(link: Link, space: OpenSpace, keys: Sequence[BlockKey]) -> Operation[int]:
@@ -94,7 +100,8 @@ def _map(link: Link, slab_ids: Sequence[int]) -> Operation[None]:
         except NotFound:
             return  # its blocks went elsewhere meanwhile: they are looked up again
 
-    yield Work(run, -1)
+    if not all(map(shared.is_mapped, slab_ids)):
+        yield Work(run, -1)
 
 
 def _get_held(
@@ -111,7 +118,7 @@ def _get_held(
                 raise InvalidRequest(f"block {key.hex()} has {len(block)} bytes; its buffer has {size}")
         good = yield Work(lambda: _copy_held(held, targets, verify=link.verify), sum(sizes))
     finally:
-        yield from release(held.lease_id)
+        yield from release(link, held)
     if good < len(held.blocks):
         yield from report(space, [keys[good]])
     return int(good)
@@ -182,22 +189,28 @@ def acquire(
     if not reply.lease_id:
         return None
     slab_ids, offsets = unpack_u64(reply.slab_ids), unpack_u64(reply.offsets)
+    checksums, in_place = unpack_u64(reply.checksums), unpack_u64(reply.layers)
+    held = Held(link, reply.lease_id, reply.lease_ms / 1000, [], checksums, in_place)
     try:
         yield from _map(link, slab_ids)
         places = zip(slab_ids, offsets, unpack_u64(reply.sizes), strict=True)
-        blocks = [shared.slot(slab_id, offset, size) for slab_id, offset, size in places]
+        held.blocks = [shared.slot(slab_id, offset, size) for slab_id, offset, size in places]
     except BaseException:
-        yield from release(reply.lease_id)
+        yield from release(link, held)
         raise
-    return Held(reply.lease_id, reply.lease_ms / 1000, blocks, unpack_u64(reply.checksums), unpack_u64(reply.layers))
+    return held
 
 
-def renew(lease_id: int, lease_s: float) -> Operation[None]:
-    yield Call(lambda number: wire.Renew(number, lease_id, int(lease_s * 1000)))
+def renew(link: Link, held: Held, lease_s: float) -> Operation[None]:
+    held.check(link)
+    yield Call(lambda number: wire.Renew(number, held.lease_id, int(lease_s * 1000)))
 
 
-def release(lease_id: int) -> Operation[None]:
-    yield Call(lambda number: wire.Release(number, lease_id))
+def release(link: Link, held: Held) -> Operation[None]:
+    """Nothing is left to release on a connection that is lost."""
+    held.give_back()
+    if held.link is link:
+        yield Call(lambda number: wire.Release(number, held.lease_id))
 
 
 def place(
@@ -221,39 +234,50 @@ def place(
         raise ProtocolError(f"{len(granted)} blocks granted, {len(slab_ids)} slots")
     if link.shared is None:
         slots = [sources[at] if sources else memoryview(bytearray(sizes[at])) for at in granted]
-        return Grant(reply.grant_id, placements, granted, slots, remote=True)
+        return Grant(link, reply.grant_id, placements, granted, slots, remote=True)
+    grant = Grant(link, reply.grant_id, placements, granted, [], remote=False)
     try:
         yield from _map(link, slab_ids)
         places = zip(slab_ids, offsets, granted, strict=True)
-        slots = [link.shared.slot(slab_id, offset, sizes[at]) for slab_id, offset, at in places]
+        grant.slots = [link.shared.slot(slab_id, offset, sizes[at]) for slab_id, offset, at in places]
     except BaseException:
-        yield from abort(reply.grant_id)
+        yield from abort(link, grant)
         raise
-    return Grant(reply.grant_id, placements, granted, slots, remote=False)
+    if not grant.grant_id:
+        grant.give_back()
+    return grant
 
 
-def progress(grant: Grant, layers: int) -> Operation[None]:
+def progress(link: Link, grant: Grant, layers: int) -> Operation[None]:
     """The first `layers` layers of all slots are in place. Says nothing of slots that are not shared."""
     if grant.grant_id and not grant.remote:
+        if grant.link is not link:
+            raise StaleLease("the connection that the grant was got on is lost")  # who writes may be writing still
         yield Call(lambda number: wire.Progress(number, grant.grant_id, layers))
 
 
-def commit(grant: Grant, checksums: Sequence[int] | None = None) -> Operation[PutReport]:
+def commit(link: Link, grant: Grant, checksums: Sequence[int] | None = None) -> Operation[PutReport]:
     """All slots are filled. `checksums` if they are known already."""
     if not grant.grant_id:
-        return grant.report(stored=False)
-    if checksums is None:
-        size = sum(map(len, grant.slots))
-        checksums = yield Work(lambda: [checksum(slot) for slot in grant.slots], size)
-    packed = pack_u64(checksums)
-    payload = grant.slots if grant.remote else ()
-    yield Call(lambda number: wire.Commit(number, grant.grant_id, packed), payload)
-    return grant.report(stored=True)
+        return PutReport.of(grant.placements, ())
+    grant.check(link)
+    try:
+        if checksums is None:
+            size = sum(map(len, grant.slots))
+            checksums = yield Work(lambda: [checksum(slot) for slot in grant.slots], size)
+        packed = pack_u64(checksums)
+        payload = grant.slots if grant.remote else ()
+        yield Call(lambda number: wire.Commit(number, grant.grant_id, packed), payload)
+    finally:
+        grant.give_back()
+    return PutReport.of(grant.placements, grant.slots)
 
 
-def abort(grant_id: int) -> Operation[None]:
-    if grant_id:
-        yield Call(lambda number: wire.Abort(number, grant_id))
+def abort(link: Link, grant: Grant) -> Operation[None]:
+    """Nothing is left to give up on a connection that is lost."""
+    grant.give_back()
+    if grant.grant_id and grant.link is link:
+        yield Call(lambda number: wire.Abort(number, grant.grant_id))
 
 
 def put(
@@ -278,15 +302,15 @@ def put(
         placements = tuple(map(Placement, reply.placements))
         if Placement.FULL not in placements:
             granted = [at for at, placement in enumerate(placements) if placement is Placement.GRANTED]
-            return Grant(0, placements, granted, [sources[at] for at in granted], remote=True).report(stored=True)
+            return PutReport.of(placements, [sources[at] for at in granted])
     grant = yield from place(link, space, keys, sizes, parent, sources)
     wanted = [sources[at] for at in grant.granted]
     try:
         checksums = yield Work(lambda: _fill(grant, wanted), sum(map(len, wanted)))
     except BaseException:
-        yield from abort(grant.grant_id)
+        yield from abort(link, grant)
         raise
-    return (yield from commit(grant, checksums))
+    return (yield from commit(link, grant, checksums))
 
 
 def _fill(grant: Grant, blocks: Sequence[memoryview]) -> list[int]:

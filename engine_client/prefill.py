@@ -7,7 +7,7 @@ layer straight into them, tells the node how far it is, and commits blocks whose
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from engine_client.steps import Grant, OpenSpace
 from kvstore.errors import StoreError
 
 QUEUED_LAYERS = 256  # that may wait to be copied; the engine waits beyond
+BEGIN_S = 0.5  # that the engine waits to hear what is there already
 
 Write = Callable[[Sequence[memoryview], Sequence[int]], None]
 
@@ -44,7 +45,7 @@ class PrefillClient:
         """A stream for the whole blocks of a prompt, from its first token on. Never raises a StoreError."""
         keys = self._space.keys(tokens)
         try:
-            present = self._client.match(self._space, keys)
+            present = self._client.match(self._space, keys, within_s=BEGIN_S)
         except StoreError as error:
             return PrefillStream(self._client, self._space, self._thread, [], range(0), f"begin: {error}")
         return PrefillStream(self._client, self._space, self._thread, keys, range(present, len(keys)), "")
@@ -100,18 +101,22 @@ class PrefillStream:
 
     def finish(self, complete_blocks: int) -> Stored:
         """Wait until what was given is in the store; runs with blocks from `complete_blocks` on are given up."""
-        self._drain()
-        for run in self._runs.values():
-            if run.stop > complete_blocks:
-                self._failure = self._failure or f"blocks [{run.first}, {run.stop}) were not completed"
-        self._give_up()
+        try:
+            self._drain()
+        finally:
+            for run in self._runs.values():
+                if run.stop > complete_blocks:
+                    self._failure = self._failure or f"blocks [{run.first}, {run.stop}) were not completed"
+            self._give_up()
         return Stored(self._blocks, self._bytes, self._failure)
 
     def abort(self) -> None:
         """Give up what is not committed. No write runs any more once this returns."""
         self._failure = self._failure or "aborted"
-        self._drain()
-        self._give_up()
+        try:
+            self._drain()
+        finally:
+            self._give_up()
 
     # In the stream's thread.
 
@@ -130,6 +135,9 @@ class PrefillStream:
                 self._commit(run)
         except StoreError as error:
             self._failure = f"{error.code}: {error}"
+        except BaseException as error:
+            self._failure = f"write: {error}"
+            raise
         finally:
             self._slots.release()
 
@@ -153,8 +161,10 @@ class PrefillStream:
 
     def _drain(self) -> None:
         """Wait for the stream's jobs. What `write` itself raised is raised here: a fault of the engine's side."""
-        while self._jobs:
-            self._jobs.popleft().result()
+        jobs, self._jobs = self._jobs, deque()
+        wait(jobs)
+        for job in jobs:
+            job.result()
 
     def _give_up(self) -> None:
         runs, self._runs = self._runs, {}

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kvstore import wire
+from kvstore.errors import StaleLease
 from kvstore.prefix import Namespace, chain, part_key
 from kvstore.published import IDENT_PREFIX
 from kvstore.transport.local import SharedMemory
@@ -66,14 +67,41 @@ class OpenSpace:
         return IDENT_PREFIX.pack(self.number, self.part)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Link:
-    """What an operation needs to know of the connection it runs on."""
+    """What an operation needs to know of the connection it runs on.
+
+    `lent` counts the grants and leases that were got on it and not given back: as long as there are any, somebody
+    here may be in the node's memory.
+    """
 
     welcome: wire.Welcome
     shared: SharedMemory | None
     verify: bool
-    spaces: list[OpenSpace] = field(default_factory=list)
+    lent: int = 0
+    is_open: Callable[[], bool] = lambda: True  # as far as is known here
+
+
+@dataclass(slots=True, eq=False)
+class Loan:
+    """A grant or a lease, good on the connection it was got on and on no other."""
+
+    link: Link
+    is_returned: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.link.lent += 1
+
+    def give_back(self) -> None:
+        """Whoever had it is out of the node's memory. Idempotent."""
+        self.link.lent -= not self.is_returned
+        self.is_returned = True
+
+    def check(self, link: Link) -> None:
+        """Raises StaleLease when it is of another connection than `link`."""
+        if self.link is not link:
+            self.give_back()
+            raise StaleLease("the connection that it was got on is lost, and it with it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +114,20 @@ class PutReport:
     refused: int = 0  # no room, or over quota
     stored_bytes: int = 0
 
+    @classmethod
+    def of(cls, placements: Sequence[Placement], stored: Sequence[memoryview]) -> "PutReport":
+        count = placements.count
+        return cls(
+            stored=len(stored),
+            present=count(Placement.PRESENT),
+            busy=count(Placement.BUSY),
+            refused=count(Placement.FULL) + count(Placement.OVER_QUOTA),
+            stored_bytes=sum(map(len, stored)),
+        )
+
 
 @dataclass(slots=True, eq=False)
-class Grant:
+class Grant(Loan):
     """Slots to fill: `granted[i]` is the position in the put's keys that `slots[i]` is for.
 
     Over shared memory the slots are the node's own; elsewhere they are buffers here, sent at commit.
@@ -100,19 +139,9 @@ class Grant:
     slots: list[memoryview]
     remote: bool
 
-    def report(self, *, stored: bool) -> PutReport:
-        count = self.placements.count
-        return PutReport(
-            stored=len(self.granted) if stored else 0,
-            present=count(Placement.PRESENT),
-            busy=count(Placement.BUSY),
-            refused=count(Placement.FULL) + count(Placement.OVER_QUOTA),
-            stored_bytes=sum(map(len, self.slots)) if stored else 0,
-        )
-
 
 @dataclass(slots=True, eq=False)
-class Held:
+class Held(Loan):
     """Blocks that keep their slots while the lease lasts. `blocks` in place over shared memory."""
 
     lease_id: int

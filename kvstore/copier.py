@@ -91,4 +91,5 @@ class Copier:
         return await self.run(lambda: [checksum(block) for block in blocks])
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Wait for what was given to the threads. Nothing may be given to them after."""
+        self._pool.shutdown(wait=True)

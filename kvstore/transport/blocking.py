@@ -21,17 +21,17 @@ class FrameSocket:
         self._stream = stream
         self._frame_bytes = frame_bytes
         self._small = bytearray(SMALL_BYTES)
-        self._hangup = select.poll()
-        self._hangup.register(stream, select.POLLRDHUP)
 
     def close(self) -> None:
         self._stream.close()
 
     def is_open(self) -> bool:
         """Whether the other end has not hung up, as far as is known here. From any thread; takes no time."""
+        look = select.poll()  # one of its own: no two threads may use the same at once
         try:
-            return not self._hangup.poll(0)
-        except OSError:  # closed by another thread
+            look.register(self._stream, select.POLLRDHUP)
+            return not look.poll(0)
+        except (OSError, ValueError):  # closed by another thread
             return False
 
     def send(self, frame: bytes, payload: Sequence[memoryview], deadline: float) -> None:

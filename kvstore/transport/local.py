@@ -14,7 +14,7 @@ from typing import Any
 
 from kvstore import wire
 from kvstore.copier import copy_hashed
-from kvstore.errors import ConnectFailed, DeadlineExceeded, InvalidRequest, PeerLost, ProtocolError
+from kvstore.errors import DeadlineExceeded, InvalidRequest, PeerLost, ProtocolError
 from kvstore.published import ENTRY, READABLE, IndexReader, UseRing
 from kvstore.region import Region
 from kvstore.types import KEY_BYTES, BlockKey
@@ -24,49 +24,70 @@ ATTACH_FRAME_BYTES = 1 << 16
 
 
 class Door:
-    """Fetches the descriptors of a session from its node; `timeout_s` bounds each exchange."""
+    """Fetches the descriptors of a session from its node. One caller at a time.
 
-    def __init__(self, path: str, ticket: bytes, timeout_s: float) -> None:
+    After any failure the next call connects anew: an answer that comes late must not be taken for the next one's.
+    """
+
+    def __init__(self, path: str, ticket: bytes) -> None:
+        self._path = path
         self._ticket = ticket
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.settimeout(timeout_s)
-        try:
-            self._socket.connect(path)
-        except OSError as error:
-            self._socket.close()
-            raise ConnectFailed(f"{path}: {error.strerror or error}") from error
+        self._socket: socket.socket | None = None
 
-    def fetch(self, slab_ids: Sequence[int]) -> list[tuple[int, int]]:
+    def fetch(self, slab_ids: Sequence[int], timeout_s: float) -> list[tuple[int, int]]:
         """(descriptor, bytes) of each slab; for none, of the published index and the use ring.
 
         Raises:
             NotFound: a slab is gone. The caller looks its block up again.
-            TransportError: the node is lost.
+            TransportError: the node is lost, or did not answer in time.
         """
         try:
-            self._socket.sendall(wire.encode(wire.Attach(0, self._ticket, tuple(slab_ids))))
-            wanted = max(len(slab_ids), 2)
-            space = socket.CMSG_SPACE(wanted * array.array("i").itemsize)
-            frame, ancillary, _, _ = self._socket.recvmsg(ATTACH_FRAME_BYTES, space)
+            stream = self._connected(timeout_s)
+            stream.sendall(wire.encode(wire.Attach(0, self._ticket, tuple(slab_ids))))
+            space = socket.CMSG_SPACE(max(len(slab_ids), 2) * array.array("i").itemsize)
+            frame, ancillary, _, _ = stream.recvmsg(ATTACH_FRAME_BYTES, space)
         except TimeoutError as error:
+            self.close()
             raise DeadlineExceeded("the node did not hand over descriptors in time") from error
         except OSError as error:
+            self.close()
             raise PeerLost(f"the node was lost while handing over descriptors: {error}") from error
         descriptors = array.array("i")
         for _level, _kind, data in ancillary:
             descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-        if not frame:
-            raise PeerLost("the node hung up while handing over descriptors")
-        wire.parse_header(frame[: wire.HEADER.size], ATTACH_FRAME_BYTES)
-        reply = wire.decode_reply(frame[wire.HEADER.size :])
-        if isinstance(reply, wire.Failed):
-            raise wire.to_error(reply)
-        if not isinstance(reply, wire.Attached) or len(reply.sizes) != len(descriptors):
-            raise ProtocolError(f"expected {wanted} descriptors, got {len(descriptors)}")
-        return list(zip(descriptors, reply.sizes, strict=True))
+        try:
+            return list(zip(descriptors, _sizes(frame, len(descriptors)), strict=True))
+        except BaseException:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            self.close()
+            raise
+
+    def _connected(self, timeout_s: float) -> socket.socket:
+        if self._socket is None:
+            self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.settimeout(timeout_s)
+            self._socket.connect(self._path)
+        self._socket.settimeout(timeout_s)
+        return self._socket
 
     def close(self) -> None:
-        self._socket.close()
+        stream, self._socket = self._socket, None
+        if stream is not None:
+            stream.close()
+
+
+def _sizes(frame: bytes, descriptors: int) -> tuple[int, ...]:
+    """Of the regions whose descriptors came along with an answer."""
+    if not frame:
+        raise PeerLost("the node hung up while handing over descriptors")
+    wire.parse_header(frame[: wire.HEADER.size], ATTACH_FRAME_BYTES)
+    reply = wire.decode_reply(frame[wire.HEADER.size :])
+    if isinstance(reply, wire.Failed):
+        raise wire.to_error(reply)
+    if not isinstance(reply, wire.Attached) or len(reply.sizes) != descriptors:
+        raise ProtocolError(f"{descriptors} descriptors came with {type(reply).__name__}")
+    return reply.sizes
 
 
 @dataclass(slots=True)
@@ -96,10 +117,12 @@ class LocalGet:
 class SharedMemory:
     """All that a session may map. `may_write`: slabs are mapped writable."""
 
-    def __init__(self, door: Door, *, may_write: bool) -> None:
+    def __init__(self, door: Door, timeout_s: float, *, may_write: bool) -> None:
+        """Raises as `Door.fetch`."""
         self._door = door
+        self.timeout_s = timeout_s  # of each exchange with the node
         self._may_write = may_write
-        index, ring = door.fetch(())
+        index, ring = door.fetch((), timeout_s)
         self.reader = IndexReader(_map(index, writable=False, populate=False).memory)
         self.ring = UseRing(_map(ring, writable=True, populate=True).memory)
         self._slabs: dict[int, Region] = {}
@@ -110,7 +133,7 @@ class SharedMemory:
         wanted = [slab_id for slab_id in dict.fromkeys(slab_ids) if slab_id not in self._slabs]
         for start in range(0, len(wanted), DESCRIPTORS):
             batch = wanted[start : start + DESCRIPTORS]
-            for slab_id, descriptor in zip(batch, self._door.fetch(batch), strict=True):
+            for slab_id, descriptor in zip(batch, self._door.fetch(batch, self.timeout_s), strict=True):
                 region = _map(descriptor, writable=self._may_write, populate=True)
                 self._slabs[slab_id] = region
                 self._bases[slab_id] = region.address

@@ -4,6 +4,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -37,19 +38,28 @@ class Figure:
         }
 
 
-def spans_us(work: Callable[[], object], runs: int) -> list[float]:
-    """Microseconds of each of `runs` calls, with the garbage collector off."""
-    spans = []
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """No garbage collection in the middle of a measurement."""
     gc.collect()
     gc.disable()
     try:
-        for _ in range(runs):
-            began = time.perf_counter_ns()
-            work()
-            spans.append((time.perf_counter_ns() - began) / 1000)
+        yield
     finally:
         gc.enable()
-    return spans
+
+
+def span_us(work: Callable[[], object]) -> float:
+    """Microseconds of one call."""
+    began = time.perf_counter_ns()
+    work()
+    return (time.perf_counter_ns() - began) / 1000
+
+
+def spans_us(work: Callable[[], object], runs: int) -> list[float]:
+    """Microseconds of each of `runs` calls."""
+    with without_collector():
+        return [span_us(work) for _ in range(runs)]
 
 
 def take_turns(
@@ -58,7 +68,7 @@ def take_turns(
     """(product, floor) microseconds, pair by pair, which goes first changing from pair to pair."""
     for number in range(rounds):
         first, second = (product, floor) if number % 2 else (floor, product)
-        (one,), (two,) = spans_us(first, 1), spans_us(second, 1)
+        one, two = span_us(first), span_us(second)
         yield (one, two) if number % 2 else (two, one)
 
 
@@ -72,12 +82,8 @@ def against_floor(
     rounds: int = 300,
 ) -> Figure:
     """Median time of `product` beside that of `floor`; the ratio is the median of the pairs'."""
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         pairs = list(take_turns(product, floor, rounds))
-    finally:
-        gc.enable()
     spans = sorted(span for span, _ in pairs)
     ratio = statistics.median(floor_span / span for span, floor_span in pairs)
     floor_us = statistics.median(floor_span for _, floor_span in pairs)

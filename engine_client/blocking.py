@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from engine_client import operations
+from engine_client import operations, writes
 from engine_client.address import Address, parse_address, tls_context
 from engine_client.retry import REPLY_BYTES, Retry
-from engine_client.steps import Call, Grant, Held, Link, Loan, OpenSpace, Operation, PutReport, Work
+from engine_client.steps import Begin, Call, Finish, Grant, Held, Link, Loan, OpenSpace, Operation, PutReport, Work
 from kvstore import wire
 from kvstore.errors import (
     ConnectFailed,
@@ -65,11 +65,10 @@ class BlockingClient:
         self._stream: FrameSocket | None = None
         self._link: Link | None = None
         self._spaces: list[OpenSpace] = []
-        self._requests = 0
         self._retry = Retry()
         self._look_at = 0.0
         self._until = math.inf
-        self._left: list[tuple[FrameSocket, Link]] = []  # given up, while somebody may be in their node's memory
+        self._left: list[tuple[FrameSocket, Link | None]] = []  # given up, and still open
 
     def __enter__(self) -> "BlockingClient":
         return self
@@ -83,9 +82,8 @@ class BlockingClient:
         """Hang up; the node frees what this client held. Nobody may be using it any more."""
         with self._turn:
             self._disconnect()
-            for stream, _ in self._left:
-                stream.close()
-            self._left.clear()
+            while self._left:
+                self._left.pop()[0].close()
 
     # Operations; see engine_client.operations.
 
@@ -187,26 +185,26 @@ class BlockingClient:
         parent: BlockKey | None = None,
     ) -> PutReport:
         """Store a run of a chain: those of its blocks that the node has not and has room for."""
-        return self._drive(lambda link: operations.put(link, space, keys, blocks, parent))
+        return self._drive(lambda link: writes.put(link, space, keys, blocks, parent))
 
     def place(
         self, space: OpenSpace, keys: Sequence[BlockKey], sizes: Sequence[int], parent: BlockKey | None = None
     ) -> Grant:
         """Ask for slots for a run of a chain; fill them, then `commit` or `abort`."""
-        return self._drive(lambda link: operations.place(link, space, keys, sizes, parent))
+        return self._drive(lambda link: writes.place(link, space, keys, sizes, parent))
 
     def progress(self, grant: Grant, layers: int) -> None:
         """The first `layers` layers of all slots are in place: readers that asked for that may begin."""
-        self._drive(lambda link: operations.progress(link, grant, layers))
+        self._drive(lambda link: writes.progress(link, grant, layers))
 
     def commit(self, grant: Grant, checksums: Sequence[int] | None = None) -> PutReport:
         """All slots are filled. StaleLease when it took too long, Corrupt when the bytes did not arrive well."""
-        return self._drive(lambda link: operations.commit(link, grant, checksums))
+        return self._drive(lambda link: writes.commit(link, grant, checksums))
 
     def abort(self, grant: Grant) -> None:
         """This client will not write into the slots any more. Idempotent."""
         if self._is_of_now(grant):
-            self._drive(lambda link: operations.abort(link, grant))
+            self._drive(lambda link: writes.abort(link, grant))
 
     def report(self, space: OpenSpace, keys: Sequence[BlockKey], within_s: float | None = None) -> int:
         """These blocks were damaged here: the node looks itself, and drops those that are; how many."""
@@ -255,11 +253,7 @@ class BlockingClient:
     def _drive(
         self, begin: Callable[[Link], Operation[Result]], within_s: float | None = None, wait_s: float = 0.0
     ) -> Result:
-        """Run an operation, for which the node may sit `wait_s` on purpose.
-
-        `within_s` (else the client's time limit and `wait_s`) bounds all of its waiting, for its turn and for a
-        connection too.
-        """
+        """Run an operation. `within_s`, else the client's limit and `wait_s`, bounds all its waiting."""
         limit_s = self._timeout_s + wait_s if within_s is None else within_s
         until = time.monotonic() + limit_s
         if not self._turn.acquire(timeout=limit_s):
@@ -285,21 +279,28 @@ class BlockingClient:
             except StopIteration as stop:
                 result: Result = stop.value
                 return result
+            except BaseException:
+                if self._stream is not None and self._stream.is_in_use:
+                    self._disconnect()
+                raise
             outcome = error = None
             try:
-                outcome = step.run() if isinstance(step, Work) else self._call(step)
+                outcome = step.run() if isinstance(step, Work) else self._exchange(step)
             except BaseException as failure:
                 error = failure
 
-    def _call(self, call: Call) -> Any:
+    def _exchange(self, step: Call | Begin | Finish) -> Any:
+        """Over the connection; after an error it is given up, since what comes next on it is unknown."""
         if self._stream is None:
             raise PeerLost("the connection broke, and what it held is gone")
-        self._requests += 1
-        number = self._requests
         try:
-            frame = wire.encode(call.request(number), sum(map(len, call.payload)))
-            self._stream.send(frame, call.payload, self._until)
-            reply = self._stream.receive(number, call.targets, self._until)
+            if isinstance(step, Begin):
+                return self._stream.begin(step.call.request, step.call.payload, self._until)
+            if isinstance(step, Finish):
+                reply = self._stream.finish(step.ticket, None, self._until)
+            else:
+                number = self._stream.begin(step.request, step.payload, self._until)
+                reply = self._stream.finish(number, step.targets, self._until)
         except TimeoutError as error:
             self._disconnect()
             raise DeadlineExceeded(f"{self.address}: no answer in time") from error
@@ -307,7 +308,7 @@ class BlockingClient:
             self._disconnect()
             raise PeerLost(f"{self.address}: {error.strerror or error}") from error
         except BaseException:
-            self._disconnect()  # what comes next on the stream is unknown
+            self._disconnect()
             raise
         if isinstance(reply, wire.Failed):
             raise wire.to_error(reply)
@@ -375,7 +376,7 @@ class BlockingClient:
             raise ConnectFailed(f"{address}: {error.strerror or str(error) or 'no answer in time'}") from error
 
     def _say_hello(self, is_open: Callable[[], bool]) -> Link:
-        welcome = self._call(Call(lambda number: wire.Hello(number, wire.PROTOCOL, self._token, self._name)))
+        welcome = self._exchange(Call(lambda number: wire.Hello(number, wire.PROTOCOL, self._token, self._name)))
         if not isinstance(welcome, wire.Welcome):
             raise ProtocolError(f"{self.address}: answered Hello with {type(welcome).__name__}")
         shared = None
@@ -385,23 +386,19 @@ class BlockingClient:
         return Link(welcome, shared, self._verify, is_open=is_open)
 
     def _disconnect(self) -> None:
-        """Give the connection up. It is kept open while somebody may be in the node's memory, unasked.
-
-        For with its end the node gives that memory to others.
-        """
+        """Give the connection up. It stays open while somebody here may be in the node's memory."""
         stream, link, self._stream, self._link = self._stream, self._link, None, None
-        if stream is not None and link is not None and link.shared is not None and link.lent and stream.is_open():
+        if stream is not None:
             self._left.append((stream, link))
-        elif stream is not None:
-            stream.close()
         if link is not None and link.shared is not None:
             link.shared.close()
+        self._leave()
 
     def _leave(self) -> None:
         """Close the given up connections of which nobody has anything any more."""
         left, self._left = self._left, []
         for stream, link in left:
-            if link.lent and stream.is_open():
+            if link is not None and link.shared is not None and link.lent and stream.is_open():
                 self._left.append((stream, link))
             else:
                 stream.close()

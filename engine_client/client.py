@@ -15,15 +15,15 @@ from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from engine_client import operations
+from engine_client import operations, writes
 from engine_client.address import Address, parse_address, tls_context
-from engine_client.retry import REPLY_BYTES, Retry
-from engine_client.steps import Call, Grant, Held, Link, OpenSpace, Operation, PutReport, Work
+from engine_client.replies import Replies
+from engine_client.retry import Retry
+from engine_client.steps import Begin, Call, Finish, Grant, Held, Link, OpenSpace, Operation, PutReport, Step, Work
 from kvstore import wire
 from kvstore.copier import Copier
 from kvstore.errors import (
     ConnectFailed,
-    DeadlineExceeded,
     InvalidRequest,
     PeerLost,
     ProtocolError,
@@ -31,109 +31,11 @@ from kvstore.errors import (
 )
 from kvstore.prefix import Namespace
 from kvstore.transport.local import Door, SharedMemory, View
-from kvstore.transport.stream import FrameStream, sink
 from kvstore.types import BlockKey
 
 Result = TypeVar("Result")
 
 ON_LOOP_BYTES = 64 << 10  # moved on the event loop; more in a copier thread
-
-
-class _Replies(FrameStream):
-    """The connection: matches replies with those who wait for them."""
-
-    def __init__(self) -> None:
-        super().__init__(REPLY_BYTES)
-        self._waiting: dict[int, tuple[asyncio.Future[Any], Call]] = {}
-        self._arriving: tuple[int, Any] | None = None  # whose payload comes in, and the reply that it follows
-        self._requests = 0
-        self.lost: StoreError | None = None
-
-    async def ask(self, call: Call, timeout_s: float) -> Any:
-        """Send and wait for the reply. Cancelled or late, it leaves nothing that could write into the targets."""
-        if self.lost is not None:
-            raise PeerLost("the connection broke, and what it held is gone") from self.lost
-        self._requests += 1
-        number = self._requests
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = future, call
-        self.send(wire.encode(call.request(number), sum(map(len, call.payload))), call.payload)
-        is_taken = False
-        try:
-            async with asyncio.timeout(timeout_s + call.wait_s):
-                reply = await future
-            is_taken = True
-            return reply
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"no answer in {timeout_s + call.wait_s} s") from error
-        finally:
-            if not is_taken and future.done() and not future.cancelled() and future.exception() is None:
-                self._refuse(future.result())
-            self._waiting.pop(number, None)
-            if self._arriving is not None and self._arriving[0] == number:
-                self._arriving = None
-                self.redirect_payload(sink(self.payload_left))
-
-    def frame_received(self, body: bytes, payload_bytes: int) -> Sequence[memoryview]:
-        reply = wire.decode_reply(body)
-        if isinstance(reply, wire.Failed) and reply.id == 0:
-            self._fail(wire.to_error(reply))
-            return sink(payload_bytes)
-        future, call = self._waiting.get(reply.id, (None, None))
-        if future is None or call is None or future.done():  # whoever asked has gone
-            self._refuse(reply)
-            return sink(payload_bytes)
-        if isinstance(reply, wire.Failed):
-            future.set_exception(wire.to_error(reply))
-            return sink(payload_bytes)
-        if not payload_bytes:
-            future.set_result(reply)
-            return ()
-        try:
-            targets = call.targets(reply) if call.targets is not None else ()
-            if sum(map(len, targets)) != payload_bytes:
-                raise ProtocolError(f"a payload of {payload_bytes} bytes that was not asked for")
-        except StoreError as error:
-            future.set_exception(error)
-            return sink(payload_bytes)
-        self._arriving = reply.id, reply
-        return targets
-
-    def _refuse(self, reply: Any) -> None:
-        """Give back what the node gave to somebody who does not wait for it any more."""
-        self._requests += 1
-        if isinstance(reply, wire.Acquired) and reply.lease_id:
-            self.send(wire.encode(wire.Release(self._requests, reply.lease_id)))
-        elif isinstance(reply, wire.Placed) and reply.grant_id:
-            self.send(wire.encode(wire.Abort(self._requests, reply.grant_id)))
-        elif isinstance(reply, wire.Pinned) and reply.pin_id:
-            self.send(wire.encode(wire.Unpin(self._requests, reply.pin_id)))
-
-    def payload_received(self) -> None:
-        if self._arriving is None:
-            return
-        (number, reply), self._arriving = self._arriving, None
-        future, _ = self._waiting.get(number, (None, None))
-        if future is not None and not future.done():
-            future.set_result(reply)
-
-    def broken(self, error: ProtocolError) -> None:
-        self._fail(error)
-        self.hang_up()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        super().connection_lost(error)
-        self._fail(PeerLost(f"the node hung up{f': {error}' if error else ''}"))
-
-    def hang_up(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-
-    def _fail(self, error: StoreError) -> None:
-        self.lost = self.lost or error
-        for future, _ in self._waiting.values():
-            if not future.done():
-                future.set_exception(self.lost)
 
 
 class Client:
@@ -154,7 +56,7 @@ class Client:
         self._turn = asyncio.Lock()
         self._mapping = asyncio.Lock()  # memory is mapped by one at a time
         self._is_closed = False
-        self._replies: _Replies | None = None
+        self._replies: Replies | None = None
         self._link: Link | None = None
         self._spaces: list[OpenSpace] = []
         self._retry = Retry()
@@ -240,25 +142,25 @@ class Client:
         parent: BlockKey | None = None,
     ) -> PutReport:
         """Store a run of a chain: those of its blocks that the node has not and has room for."""
-        return await self._drive(lambda link: operations.put(link, space, keys, blocks, parent))
+        return await self._drive(lambda link: writes.put(link, space, keys, blocks, parent))
 
     async def place(
         self, space: OpenSpace, keys: Sequence[BlockKey], sizes: Sequence[int], parent: BlockKey | None = None
     ) -> Grant:
         """Ask for slots for a run of a chain; fill them, then `commit` or `abort`."""
-        return await self._drive(lambda link: operations.place(link, space, keys, sizes, parent))
+        return await self._drive(lambda link: writes.place(link, space, keys, sizes, parent))
 
     async def progress(self, grant: Grant, layers: int) -> None:
         """The first `layers` layers of all slots are in place: readers that asked for that may begin."""
-        await self._drive(lambda link: operations.progress(link, grant, layers))
+        await self._drive(lambda link: writes.progress(link, grant, layers))
 
     async def commit(self, grant: Grant, checksums: Sequence[int] | None = None) -> PutReport:
         """All slots are filled. StaleLease when it took too long, Corrupt when the bytes did not arrive well."""
-        return await self._drive(lambda link: operations.commit(link, grant, checksums))
+        return await self._drive(lambda link: writes.commit(link, grant, checksums))
 
     async def abort(self, grant: Grant) -> None:
         """This client will not write into the slots any more. Idempotent."""
-        await self._drive(lambda link: operations.abort(link, grant))
+        await self._drive(lambda link: writes.abort(link, grant))
 
     async def evict(self, space: OpenSpace, keys: Sequence[BlockKey] | None = None) -> wire.Evicted:
         """Delete blocks, or all of the namespace."""
@@ -289,7 +191,7 @@ class Client:
         return await self._run(begin(await self._connected()))
 
     async def _run(self, operation: Operation[Result]) -> Result:
-        """Cancelled, it lets the operation give back what it has; if that fails, it is cancelled all the same."""
+        """Cancelled, it lets the operation give back what it has, and is cancelled then whatever comes of it."""
         outcome: Any = None
         error: BaseException | None = None
         cancelled: asyncio.CancelledError | None = None
@@ -305,25 +207,44 @@ class Client:
                 raise
             outcome = error = None
             try:
-                outcome = await self._perform(step)
+                outcome = await (self._perform(step) if cancelled is None else self._let_go(step))
             except asyncio.CancelledError as failure:
                 error = cancelled = failure
             except BaseException as failure:
                 error = failure
 
-    async def _perform(self, step: Call | Work) -> Any:
-        if self._is_closed:
-            raise PeerLost(f"{self.address}: this client was closed")
+    async def _perform(self, step: Step) -> Any:
         if isinstance(step, Work):
             if 0 <= step.size <= ON_LOOP_BYTES:
                 return step.run()
             if step.size >= 0:
-                return await self._copier.run(step.run)
+                return await self._in_thread(step.run)
             async with self._mapping:
-                return await self._copier.run(step.run)
+                return await self._in_thread(step.run)
         if self._replies is None:
             raise PeerLost("the connection broke, and what it held is gone")
+        if isinstance(step, Begin):
+            return self._replies, self._replies.begin(step.call)
+        if isinstance(step, Finish):
+            replies, number = step.ticket
+            return await replies.finish(number, self._timeout_s)
         return await self._replies.ask(step, self._timeout_s)
+
+    async def _let_go(self, step: Step) -> Any:
+        """A cancelled operation's step: say what is to be said, and wait for nothing. Replies to come are refused."""
+        if isinstance(step, Finish):
+            replies, number = step.ticket
+            if replies.is_answered(number):
+                return await replies.finish(number, self._timeout_s)
+            replies.forget(number)
+        if not isinstance(step, Call) or self._replies is None:
+            raise PeerLost("nobody waits for it any more")
+        self._replies.post(step.request)
+
+    async def _in_thread(self, run: Callable[[], Result]) -> Result:
+        if self._is_closed:  # and its threads are gone
+            raise PeerLost(f"{self.address}: this client was closed")
+        return await self._copier.run(run)
 
     # Connecting.
 
@@ -351,11 +272,11 @@ class Client:
 
     async def _connect(self) -> Link:
         address, loop = self.address, asyncio.get_running_loop()
-        opening: Coroutine[Any, Any, tuple[asyncio.BaseTransport, _Replies]]
+        opening: Coroutine[Any, Any, tuple[asyncio.BaseTransport, Replies]]
         if address.path:
-            opening = loop.create_unix_connection(_Replies, address.path)
+            opening = loop.create_unix_connection(Replies, address.path)
         else:
-            opening = loop.create_connection(_Replies, address.host, address.port, ssl=self._tls)
+            opening = loop.create_connection(Replies, address.host, address.port, ssl=self._tls)
         try:
             async with asyncio.timeout(self._timeout_s):
                 transport, self._replies = await opening
@@ -373,9 +294,7 @@ class Client:
         if address.path:
             door = Door(address.path, welcome.ticket)
             try:
-                shared = await self._copier.run(
-                    lambda: SharedMemory(door, self._timeout_s, may_write=welcome.may_write)
-                )
+                shared = await self._in_thread(lambda: SharedMemory(door, self._timeout_s, may_write=welcome.may_write))
             except BaseException:
                 door.close()
                 raise

@@ -7,15 +7,13 @@ sent the outcome; the blocking and the async client drive the same generators, e
 from collections.abc import Sequence
 from typing import Any
 
-from engine_client.steps import Call, Grant, Held, Link, OpenSpace, Operation, PutReport, Work
+from engine_client.steps import Call, Held, Link, OpenSpace, Operation, Work
 from kvstore import wire
-from kvstore.copier import address_of, checksum, copy_bytes, copy_hashed
-from kvstore.errors import Corrupt, InvalidRequest, NotFound, ProtocolError, StaleLease
+from kvstore.copier import checksum, copy_bytes
+from kvstore.errors import Corrupt, InvalidRequest, NotFound
 from kvstore.transport.local import LocalGet, View
-from kvstore.types import BlockKey, Placement
-from kvstore.wire import pack_keys, pack_u64, unpack_u64
-
-SENT_ALONG_BYTES = 256 << 10
+from kvstore.types import BlockKey
+from kvstore.wire import pack_keys, unpack_u64
 
 
 def open_space(link: Link, space: OpenSpace) -> Operation[OpenSpace]:
@@ -68,7 +66,7 @@ def get_rest(
     done = local.blocks
     while link.shared is not None and done < len(keys):
         if local.unmapped is not None:
-            yield from _map(link, [local.unmapped])
+            yield from map_slabs(link, [local.unmapped])
         elif local.damaged:
             yield from report(space, [keys[done]])
             return done
@@ -90,7 +88,7 @@ def _local_get(link: Link, space: OpenSpace, keys: Sequence[BlockKey], targets: 
     return Work(lambda: shared.get_into(space.prefix, keys, targets, verify=link.verify), size)
 
 
-def _map(link: Link, slab_ids: Sequence[int]) -> Operation[None]:
+def map_slabs(link: Link, slab_ids: Sequence[int]) -> Operation[None]:
     shared = link.shared
     assert shared is not None
 
@@ -171,7 +169,7 @@ def views(link: Link, space: OpenSpace, keys: Sequence[BlockKey]) -> Operation[l
         found, unmapped = shared.views(space.prefix, keys)
         if unmapped is None:
             return found
-        yield from _map(link, [unmapped])
+        yield from map_slabs(link, [unmapped])
 
 
 def acquire(
@@ -192,7 +190,7 @@ def acquire(
     checksums, in_place = unpack_u64(reply.checksums), unpack_u64(reply.layers)
     held = Held(link, reply.lease_id, reply.lease_ms / 1000, [], checksums, in_place)
     try:
-        yield from _map(link, slab_ids)
+        yield from map_slabs(link, slab_ids)
         places = zip(slab_ids, offsets, unpack_u64(reply.sizes), strict=True)
         held.blocks = [shared.slot(slab_id, offset, size) for slab_id, offset, size in places]
     except BaseException:
@@ -211,117 +209,6 @@ def release(link: Link, held: Held) -> Operation[None]:
     held.give_back()
     if held.link is link:
         yield Call(lambda number: wire.Release(number, held.lease_id))
-
-
-def place(
-    link: Link,
-    space: OpenSpace,
-    keys: Sequence[BlockKey],
-    sizes: Sequence[int],
-    parent: BlockKey | None,
-    sources: Sequence[memoryview] | None = None,
-) -> Operation[Grant]:
-    """Ask for slots for a run of a chain; fill `slots`, then `commit` or `abort`.
-
-    Where memory is not shared the slots are those of `sources`, filled already, or new buffers.
-    """
-    packed = pack_keys(keys), parent or b"", pack_u64(sizes)
-    reply = yield Call(lambda number: wire.Put(number, space.number, *packed))
-    placements = tuple(map(Placement, reply.placements))
-    granted = [at for at, placement in enumerate(placements) if placement is Placement.GRANTED]
-    slab_ids, offsets = unpack_u64(reply.slab_ids), unpack_u64(reply.offsets)
-    if not len(granted) == len(slab_ids) == len(offsets):
-        raise ProtocolError(f"{len(granted)} blocks granted, {len(slab_ids)} slots")
-    if link.shared is None:
-        slots = [sources[at] if sources else memoryview(bytearray(sizes[at])) for at in granted]
-        return Grant(link, reply.grant_id, placements, granted, slots, remote=True)
-    grant = Grant(link, reply.grant_id, placements, granted, [], remote=False)
-    try:
-        yield from _map(link, slab_ids)
-        places = zip(slab_ids, offsets, granted, strict=True)
-        grant.slots = [link.shared.slot(slab_id, offset, sizes[at]) for slab_id, offset, at in places]
-    except BaseException:
-        yield from abort(link, grant)
-        raise
-    if not grant.grant_id:
-        grant.give_back()
-    return grant
-
-
-def progress(link: Link, grant: Grant, layers: int) -> Operation[None]:
-    """The first `layers` layers of all slots are in place. Says nothing of slots that are not shared."""
-    if grant.grant_id and not grant.remote:
-        if grant.link is not link:
-            raise StaleLease("the connection that the grant was got on is lost")  # who writes may be writing still
-        yield Call(lambda number: wire.Progress(number, grant.grant_id, layers))
-
-
-def commit(link: Link, grant: Grant, checksums: Sequence[int] | None = None) -> Operation[PutReport]:
-    """All slots are filled. `checksums` if they are known already."""
-    if not grant.grant_id:
-        return PutReport.of(grant.placements, ())
-    grant.check(link)
-    try:
-        if checksums is None:
-            size = sum(map(len, grant.slots))
-            checksums = yield Work(lambda: [checksum(slot) for slot in grant.slots], size)
-        packed = pack_u64(checksums)
-        payload = grant.slots if grant.remote else ()
-        yield Call(lambda number: wire.Commit(number, grant.grant_id, packed), payload)
-    finally:
-        grant.give_back()
-    return PutReport.of(grant.placements, grant.slots)
-
-
-def abort(link: Link, grant: Grant) -> Operation[None]:
-    """Nothing is left to give up on a connection that is lost."""
-    grant.give_back()
-    if grant.grant_id and grant.link is link:
-        yield Call(lambda number: wire.Abort(number, grant.grant_id))
-
-
-def put(
-    link: Link, space: OpenSpace, keys: Sequence[BlockKey], blocks: Sequence[Any], parent: BlockKey | None
-) -> Operation[PutReport]:
-    """Store a run of a chain: those of its blocks that the node has not and has room for.
-
-    Small ones are sent along with the request, which saves a round trip and costs two copies in the kernel.
-    """
-    sources = [memoryview(block).cast("B") for block in blocks]
-    if len(sources) != len(keys):
-        raise InvalidRequest(f"{len(sources)} blocks for {len(keys)} keys")
-    sizes = [len(source) for source in sources]
-    if 0 < sum(sizes) <= SENT_ALONG_BYTES:
-        packed = (
-            pack_keys(keys),
-            parent or b"",
-            pack_u64(sizes),
-            pack_u64([checksum(source) for source in sources]),
-        )
-        reply = yield Call(lambda number: wire.Put(number, space.number, *packed), sources)
-        placements = tuple(map(Placement, reply.placements))
-        if Placement.FULL not in placements:
-            granted = [at for at, placement in enumerate(placements) if placement is Placement.GRANTED]
-            return PutReport.of(placements, [sources[at] for at in granted])
-    grant = yield from place(link, space, keys, sizes, parent, sources)
-    wanted = [sources[at] for at in grant.granted]
-    try:
-        checksums = yield Work(lambda: _fill(grant, wanted), sum(map(len, wanted)))
-    except BaseException:
-        yield from abort(link, grant)
-        raise
-    return (yield from commit(link, grant, checksums))
-
-
-def _fill(grant: Grant, blocks: Sequence[memoryview]) -> list[int]:
-    """Copy into shared slots; each checksum while the bytes are still in the cache."""
-    if grant.remote:
-        return [checksum(block) for block in blocks]
-    checksums = []
-    for slot, block in zip(grant.slots, blocks, strict=True):
-        assert len(slot) == len(block)
-        checksums.append(copy_hashed(address_of(slot), address_of(block), block))
-    return checksums
 
 
 def report(space: OpenSpace, keys: Sequence[BlockKey]) -> Operation[int]:

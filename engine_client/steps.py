@@ -1,7 +1,7 @@
 """The nouns of client operations: what an operation asks its driver for, and what it works on."""
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, TypeVar
 
 from kvstore import wire
@@ -29,6 +29,20 @@ class Call:
 
 
 @dataclass(slots=True)
+class Begin:
+    """Send a request without a payload in its reply, and go on: the outcome is a ticket for `Finish`."""
+
+    call: Call
+
+
+@dataclass(slots=True)
+class Finish:
+    """Wait for the reply to a request that was begun. An operation finishes what it begins, or fails."""
+
+    ticket: Any
+
+
+@dataclass(slots=True)
 class Work:
     """Something that moves or reads about `size` bytes, or may block for a moment (`size` -1)."""
 
@@ -37,7 +51,8 @@ class Work:
 
 
 Result = TypeVar("Result")
-Operation = Generator[Call | Work, Any, Result]
+Step = Call | Begin | Finish | Work
+Operation = Generator[Step, Any, Result]
 
 
 @dataclass(slots=True, eq=False)
@@ -124,6 +139,10 @@ class PutReport:
             refused=count(Placement.FULL) + count(Placement.OVER_QUOTA),
             stored_bytes=sum(map(len, stored)),
         )
+
+    @classmethod
+    def sum(cls, reports: Sequence["PutReport"]) -> "PutReport":
+        return cls(*map(sum, zip(*map(astuple, reports), strict=True)))
 
 
 @dataclass(slots=True, eq=False)

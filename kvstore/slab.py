@@ -8,6 +8,7 @@ the slab passed to another tenant, so a client that mapped it can never see a st
 """
 
 from collections.abc import Hashable, Iterator
+from functools import lru_cache
 from itertools import chain, count
 
 from kvstore.errors import ConfigError
@@ -17,6 +18,7 @@ SLOT_ALIGN_BYTES = 64
 STEPS_PER_DOUBLING = 16
 
 
+@lru_cache(1024)
 def slot_bytes(size: int) -> int:
     """The size class of a block of `size` bytes: the next of 16 steps per doubling, a multiple of 64 bytes.
 

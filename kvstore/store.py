@@ -362,7 +362,7 @@ class Store:
             self.history.remember(space.number, key, f"removed: {event.cause.value}", self.clock.now())
         elif event.change is Change.COMMITTED:
             self.history.forget(space.number, key)
-        for future in self._arrivals.pop((space.number, key), ()):
+        for future in self._arrivals.pop((space.number, key), ()) if self._arrivals else ():
             if not future.done():
                 future.set_result(None)
 

@@ -7,6 +7,7 @@ it, tell others) is the caller's part: `take_changes` hands over what happened s
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import count
 from typing import NamedTuple
 
@@ -49,6 +50,11 @@ class Tier:
     used_bytes: int = 0  # of slots that are not free
     tenant_bytes: dict[str, int] = field(default_factory=dict)
     replicas: int = 0
+
+
+@lru_cache(1024)
+def _group_of(tenant: str, size: int) -> GroupKey:
+    return GroupKey(tenant, slot_bytes(size))
 
 
 class BlockTable:
@@ -271,7 +277,7 @@ class BlockTable:
         slab_bytes = self.tiers[space.tier].pool.slab_bytes
         if not 0 < size <= slab_bytes:
             raise InvalidRequest(f"a block has 1 to {slab_bytes} bytes, not {size}")
-        return GroupKey(space.tenant, slot_bytes(size))
+        return _group_of(space.tenant, size)
 
     def _evictable(self, replica: Replica) -> Evictable:
         return self.tiers[replica.space.tier].evictable

@@ -27,6 +27,8 @@ class State(Enum):
     EVICTED = "evicted"  # no new readers; keeps its slot until the last holder lets go
     FREE = "free"
 
+    __hash__ = object.__hash__  # members are single; Enum's own hashes the name, in Python
+
 
 class Change(Enum):
     """What happened to a replica that others publish, announce or count."""
@@ -59,6 +61,8 @@ class Placement(IntEnum):
     BUSY = 2  # another writer is at it: not wanted
     FULL = 3  # no room for it
     OVER_QUOTA = 4  # the tenant may not store more
+
+    __hash__ = int.__hash__
 
 
 class Slot(NamedTuple):

@@ -1,4 +1,4 @@
-"""Frames over a blocking socket (Unix, TCP or TLS): one exchange at a time, payloads received in place."""
+"""Frames over a blocking socket (Unix, TCP or TLS), payloads received in place."""
 
 import select
 import socket
@@ -10,7 +10,8 @@ from typing import Any
 from kvstore import wire
 from kvstore.errors import PeerLost, ProtocolError
 
-SMALL_BYTES = 4096  # a reply without payload mostly comes in one piece of this size
+SMALL_BYTES = 4096  # frames up to this size are received together
+SPIN_S = 150e-6  # to be woken up costs 20 to 50 us, and most answers come sooner
 BUFFERS = 512  # handed to the kernel at once; it takes 1024
 
 
@@ -21,6 +22,10 @@ class FrameSocket:
         self._stream = stream
         self._frame_bytes = frame_bytes
         self._small = bytearray(SMALL_BYTES)
+        self._start = self._end = 0  # of what is received in `_small` and not taken yet
+        self._requests = 0
+        self._begun: set[int] = set()
+        self._early: dict[int, Any] = {}  # replies that came before they were asked for
 
     def close(self) -> None:
         self._stream.close()
@@ -34,8 +39,20 @@ class FrameSocket:
         except (OSError, ValueError):  # closed by another thread
             return False
 
-    def send(self, frame: bytes, payload: Sequence[memoryview], deadline: float) -> None:
-        """Send a frame and its payload. Raises TimeoutError, OSError."""
+    @property
+    def is_in_use(self) -> bool:
+        """Whether replies are on their way that nobody has waited for yet."""
+        return bool(self._begun)
+
+    def begin(self, request: Callable[[int], wire.Message], payload: Sequence[memoryview], deadline: float) -> int:
+        """Send a request and its payload; the number by which to wait for its reply. Raises TimeoutError, OSError."""
+        self._requests += 1
+        number = self._requests
+        self._send(wire.encode(request(number), sum(map(len, payload))), payload, deadline)
+        self._begun.add(number)
+        return number
+
+    def _send(self, frame: bytes, payload: Sequence[memoryview], deadline: float) -> None:
         self._stream.settimeout(left_s(deadline))
         if not payload or isinstance(self._stream, ssl.SSLSocket):
             self._stream.sendall(frame)
@@ -52,40 +69,70 @@ class FrameSocket:
             if sent:
                 pending[-1] = pending[-1][sent:]
 
-    def receive(self, number: int, targets_of: Callable[[Any], Sequence[memoryview]] | None, deadline: float) -> Any:
+    def finish(self, number: int, targets_of: Callable[[Any], Sequence[memoryview]] | None, deadline: float) -> Any:
         """The reply to request `number`, its payload received into what `targets_of` says of it.
 
+        Replies to other requests that are under way may come before it; they are kept until they are asked for.
         Raises TimeoutError, OSError, PeerLost, ProtocolError.
         """
-        header = wire.HEADER.size
-        with memoryview(self._small) as small:
-            # What comes after the frame of a reply without payload is no one's: it may be read in one go.
-            filled = self._fill(small if targets_of is None else small[:header], header, deadline)
-            frame = wire.parse_header(small[:header], self._frame_bytes)
-            here = min(filled - header, frame.body_bytes)
-            body = memoryview(bytearray(frame.body_bytes))
-            body[:here] = small[header : header + here]
-        self._fill(body[here:], frame.body_bytes - here, deadline)
-        reply = wire.decode_reply(body)
-        if reply.id not in (number, 0):
-            raise ProtocolError(f"an answer to request {reply.id} instead of {number}")
-        targets = () if targets_of is None or isinstance(reply, wire.Failed) else targets_of(reply)
-        if sum(map(len, targets)) != frame.payload_bytes:
-            raise ProtocolError(f"a payload of {frame.payload_bytes} bytes where {sum(map(len, targets))} belong")
-        for target in targets:
-            self._fill(target, len(target), deadline)
-        return reply
+        while number not in self._early:
+            frame = wire.parse_header(self._take(wire.HEADER.size, deadline), self._frame_bytes)
+            reply = wire.decode_reply(self._take(frame.body_bytes, deadline))
+            is_wanted = reply.id == number and not isinstance(reply, wire.Failed)
+            targets = targets_of(reply) if targets_of is not None and is_wanted else ()
+            if sum(map(len, targets)) != frame.payload_bytes:
+                raise ProtocolError(f"a payload of {frame.payload_bytes} bytes where {sum(map(len, targets))} belong")
+            for target in targets:
+                self._fill(target, deadline)
+            if reply.id == 0:  # what belongs to no request ends the connection
+                return reply
+            self._early[reply.id] = reply
+        self._begun.discard(number)
+        return self._early.pop(number)
 
-    def _fill(self, target: memoryview, least: int, deadline: float) -> int:
-        """Receive into `target` until at least `least` bytes are there; how many are."""
-        filled = 0
-        while filled < least:
+    def _take(self, size: int, deadline: float) -> bytes | bytearray:
+        """The next `size` bytes. Small frames come whole with one call of the system, more than one at a time."""
+        if size > SMALL_BYTES:
+            large = bytearray(size)
+            self._fill(memoryview(large), deadline)
+            return large
+        while self._end - self._start < size:
+            if self._start:
+                self._small[: self._end - self._start] = self._small[self._start : self._end]
+                self._start, self._end = 0, self._end - self._start
+            with memoryview(self._small) as small:
+                self._end += self._receive_into(small[self._end :], deadline)
+        start, self._start = self._start, self._start + size
+        return self._small[start : self._start]
+
+    def _fill(self, target: memoryview, deadline: float) -> None:
+        here = min(self._end - self._start, len(target))
+        target[:here] = self._small[self._start : self._start + here]
+        self._start += here
+        while here < len(target):
+            here += self._receive_into(target[here:], deadline)
+
+    def _receive_into(self, target: memoryview, deadline: float) -> int:
+        received = self._spin(target)
+        if received < 0:
             self._stream.settimeout(left_s(deadline))
-            received = self._stream.recv_into(target[filled:])
-            if not received:
-                raise PeerLost("the node hung up")
-            filled += received
-        return filled
+            received = self._stream.recv_into(target)
+        if not received:
+            raise PeerLost("the node hung up")
+        return received
+
+    def _spin(self, target: memoryview) -> int:
+        """Look for an answer for a moment without going to sleep; bytes received, -1 for none."""
+        if isinstance(self._stream, ssl.SSLSocket):
+            return -1
+        self._stream.settimeout(0)
+        until = time.monotonic() + SPIN_S
+        while True:
+            try:
+                return self._stream.recv_into(target)
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    return -1
 
 
 def left_s(deadline: float) -> float:

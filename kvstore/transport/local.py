@@ -33,6 +33,7 @@ class Door:
         self._path = path
         self._ticket = ticket
         self._socket: socket.socket | None = None
+        self._is_closed = False
 
     def fetch(self, slab_ids: Sequence[int], timeout_s: float) -> list[tuple[int, int]]:
         """(descriptor, bytes) of each slab; for none, of the published index and the use ring.
@@ -47,10 +48,10 @@ class Door:
             space = socket.CMSG_SPACE(max(len(slab_ids), 2) * array.array("i").itemsize)
             frame, ancillary, _, _ = stream.recvmsg(ATTACH_FRAME_BYTES, space)
         except TimeoutError as error:
-            self.close()
+            self._hang_up()
             raise DeadlineExceeded("the node did not hand over descriptors in time") from error
         except OSError as error:
-            self.close()
+            self._hang_up()
             raise PeerLost(f"the node was lost while handing over descriptors: {error}") from error
         descriptors = array.array("i")
         for _level, _kind, data in ancillary:
@@ -60,10 +61,12 @@ class Door:
         except BaseException:
             for descriptor in descriptors:
                 os.close(descriptor)
-            self.close()
+            self._hang_up()
             raise
 
     def _connected(self, timeout_s: float) -> socket.socket:
+        if self._is_closed:
+            raise PeerLost("the connection that this door was of is lost")
         if self._socket is None:
             self._socket = socket.socket(socket.AF_UNIX)
             self._socket.settimeout(timeout_s)
@@ -71,10 +74,15 @@ class Door:
         self._socket.settimeout(timeout_s)
         return self._socket
 
-    def close(self) -> None:
+    def _hang_up(self) -> None:
         stream, self._socket = self._socket, None
         if stream is not None:
             stream.close()
+
+    def close(self) -> None:
+        """For good, from any thread."""
+        self._is_closed = True
+        self._hang_up()
 
 
 def _sizes(frame: bytes, descriptors: int) -> tuple[int, ...]:

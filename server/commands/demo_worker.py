@@ -39,7 +39,7 @@ class Worker:
     def prompt(self, document: str, document_tokens: int, question: str) -> list[int]:
         """The chat prompt of a question on the first tokens of a document; the document comes first."""
         ids = self._tokenizer(document, add_special_tokens=False).input_ids[:document_tokens]
-        text = f"{self._tokenizer.decode(ids)}\n\nQuestion: {question}"
+        text = f"{self._tokenizer.decode(ids)}\n\nQuestion: {question}\nAnswer in a few words."
         message = [{"role": "user", "content": text}]
         rendered = self._tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
         tokens: list[int] = self._tokenizer(rendered, add_special_tokens=False).input_ids

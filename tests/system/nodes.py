@@ -54,10 +54,11 @@ class NodeProcess:
     def start(self) -> "NodeProcess":
         """At the same addresses as before, if it ran before."""
         self._process = CairnProcess(self._run_dir, {}, dict(self._settings))
-        until(self._is_grown, "the node to have all its memory")
+        until(lambda: self.is_grown, "the node to have all its memory")
         return self
 
-    def _is_grown(self) -> bool:
+    @property
+    def is_grown(self) -> bool:
         tier = self.tier()
         return bool(tier["capacity_bytes"] == tier["target_bytes"])
 
@@ -135,7 +136,7 @@ class NodeProcess:
             assert admin.check() == []
 
     def empty(self, *others: BlockingClient) -> None:
-        """Delete all blocks of the admin's tenant (and of the clients `others`): what stays in use is held by somebody."""
+        """Delete all blocks of the admin's tenant, and of the `others`': what stays in use is held by somebody."""
         with self.admin() as admin:
             for client in (admin, *others):
                 tenant = client.connect().tenant
@@ -151,7 +152,9 @@ def nothing_held(admin: BlockingClient) -> bool:
     return not (tier["used_bytes"] or tier["blocks"] or tier["draining"])
 
 
-def namespace(model: str = "llama", block_tokens: int = 4, block_bytes: int = 0, layers: int = 4, parts: int = 1) -> Namespace:
+def namespace(
+    model: str = "llama", block_tokens: int = 4, block_bytes: int = 0, layers: int = 4, parts: int = 1
+) -> Namespace:
     return Namespace(
         model=model, dtype="bf16", layout="tokens-first", block_tokens=block_tokens, layers=layers,
         block_bytes=block_bytes, parts=parts,

@@ -327,8 +327,13 @@ def test_a_payload_for_a_grant_that_ran_out(liar):
     number = liar.open("lies", namespace("lies")).number
     keys = chain(17, 2)
     placed = liar.place(number, keys, [SIZE] * 2)
-    until(lambda: liar.place(number, keys, [SIZE] * 2).placements == bytes([Placement.GRANTED] * 2), "the time to run out")
-    assert code(liar.ask(wire.Commit(liar.next(), placed.grant_id, crcs([bytes(SIZE)] * 2)), bytes(2 * SIZE))) == "stale_lease"
+    until(
+        lambda: liar.place(number, keys, [SIZE] * 2).placements == bytes([Placement.GRANTED] * 2), "the time to run out"
+    )
+    assert (
+        code(liar.ask(wire.Commit(liar.next(), placed.grant_id, crcs([bytes(SIZE)] * 2)), bytes(2 * SIZE)))
+        == "stale_lease"
+    )
     assert liar.get(number, keys) == []
     assert is_usable(liar)
 

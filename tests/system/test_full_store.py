@@ -1,4 +1,4 @@
-"""A store that is full, pinned, resized under load, or killed and started again: no wrong byte, no hang, no surprise."""
+"""A store that is full, pinned, resized under load, or killed and started again: no wrong byte, and no hang."""
 
 import asyncio
 import random
@@ -62,7 +62,7 @@ def size_of(seed: int) -> int:
 # Pressure.
 
 
-def write_on(pipe: Connection, node: NodeProcess, tcp: bool, first: int, total_bytes: int) -> None:  # noqa: FBT001
+def write_on(pipe: Connection, node: NodeProcess, tcp: bool, first: int, total_bytes: int) -> None:
     """Put chain after chain of several sizes, `total_bytes` in all or until told; says what was refused."""
     client = BlockingClient(node.tcp if tcp else node.unix, node.token if tcp else "")
     space = client.open("full", SPACE)
@@ -76,7 +76,7 @@ def write_on(pipe: Connection, node: NodeProcess, tcp: bool, first: int, total_b
     pipe.send((seed, refused))
 
 
-def read_on(pipe: Connection, node: NodeProcess, tcp: bool) -> None:  # noqa: FBT001
+def read_on(pipe: Connection, node: NodeProcess, tcp: bool) -> None:
     """Get chains at random until told, each byte looked at; says how many blocks it got, and its slowest call."""
     client = BlockingClient(node.tcp if tcp else node.unix, node.token if tcp else "", timeout_s=10.0)
     space = client.open("full", SPACE)
@@ -225,7 +225,12 @@ def test_a_tier_that_cannot_grow(tmp_path):
         assert client.get(space, keys, [bytearray(5000) for _ in keys]) == BLOCKS
         with ExitStack() as stack:
             more = [stack.enter_context(BlockingClient(node.unix, timeout_s=1.0)) for _ in range(20)]
-            assert {timed(guest.stat)[0] for guest in more} <= {"ok", "deadline_exceeded", "connect_failed", "peer_lost"}
+            assert {timed(guest.stat)[0] for guest in more} <= {
+                "ok",
+                "deadline_exceeded",
+                "connect_failed",
+                "peer_lost",
+            }
         assert client.get(space, keys, [bytearray(5000) for _ in keys]) == BLOCKS
     node.empty()
     node.stop()
@@ -245,7 +250,7 @@ def timed(what: Callable[[], object]) -> tuple[str, float]:
     return said, time.monotonic() - began
 
 
-def use_a_node_that_dies(pipe: Connection, node: NodeProcess, tcp: bool) -> None:  # noqa: FBT001
+def use_a_node_that_dies(pipe: Connection, node: NodeProcess, tcp: bool) -> None:
     """Everything a blocking client can do, over and over, until told; each call within its limit, with typed errors."""
     client = BlockingClient(node.tcp if tcp else node.unix, node.token if tcp else "", timeout_s=TIMEOUT_S)
     space = client.open("full", SPACE)
@@ -276,7 +281,7 @@ def use_a_node_that_dies(pipe: Connection, node: NodeProcess, tcp: bool) -> None
     pipe.send((codes, slowest_s))
 
 
-def run_an_engine(pipe: Connection, node: NodeProcess, tcp: bool) -> None:  # noqa: FBT001
+def run_an_engine(pipe: Connection, node: NodeProcess, tcp: bool) -> None:
     """As an engine does: load, compute, stream out. It never sees an exception, and no load beyond its deadline."""
     client = BlockingClient(node.tcp if tcp else node.unix, node.token if tcp else "", timeout_s=TIMEOUT_S)
     space = client.open("engine", namespace("engine", block_bytes=4096))
@@ -315,7 +320,9 @@ def test_a_node_that_is_killed_and_started_again(tmp_path):
             assert child.hear() == "ready"
         for _ in range(2):
             stored = node.counters()["stored_blocks"]
-            until(lambda stored=stored: node.counters()["stored_blocks"] > stored + 2 * BLOCKS, "the clients to be back")
+            until(
+                lambda stored=stored: node.counters()["stored_blocks"] > stored + 2 * BLOCKS, "the clients to be back"
+            )
             epoch = node.epoch
             node.kill()
             assert not any(child.pipe.poll(0.05) for child in (*users, *engines)), "a client gave up"
@@ -377,7 +384,10 @@ def test_an_async_client_whose_node_is_replaced(tmp_path):
     node = NodeProcess(tmp_path).start()
 
     async def use() -> None:
-        async with Client(node.unix, timeout_s=TIMEOUT_S) as local, Client(node.tcp, node.token, timeout_s=TIMEOUT_S) as remote:
+        async with (
+            Client(node.unix, timeout_s=TIMEOUT_S) as local,
+            Client(node.tcp, node.token, timeout_s=TIMEOUT_S) as remote,
+        ):
             for client in (local, remote):
                 space = await client.open("full", SPACE)
                 keys = space.keys(prompt(1))

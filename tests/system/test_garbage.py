@@ -1,4 +1,4 @@
-"""Bytes that are no conversation: garbage, halves, floods, on every socket of a node. It says so or hangs up, and goes on."""
+"""Bytes that are no conversation: garbage, halves, floods, on every socket of a node, which says so and goes on."""
 
 import os
 import random
@@ -123,7 +123,8 @@ def test_a_frame_that_comes_byte_by_byte(node, is_tcp):
     [
         header(1 << 19), header(2**32 - 1), header(10, 0), header(10, wire.MAGIC, 2**64 - 1) + bytes(10),
         header(0), header(2) + b"\x93\x01", header(1) + b"\xc1", header(4) + b"\x91\xa1xx", b"GET / HTTP/1.1\r\n\r\n",
-        wire.encode(wire.Stat(1), 2**63), wire.encode(wire.Stat(1), 1 << 30), b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(9),
+        wire.encode(wire.Stat(1), 2**63), wire.encode(wire.Stat(1), 1 << 30),
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(9),
         header(60_000) + b"\x91" * 60_000,
     ],
 )  # fmt: skip
@@ -250,7 +251,11 @@ def valid(number: int, keys: list[BlockKey], ticket: bytes) -> list[tuple[wire.M
     put = wire.Put(2, number, pack_keys(keys), b"", pack_u64([3000] * len(keys)), crcs(blocks))
     messages = [*by_number(number), *requests(number, keys).values(), wire.Attach(3, ticket, (1, 2)), HELLO]
     messages += [wire.Commit(4, at, crcs(blocks)) for at in range(4)] + [wire.Renew(5, 1, 1000), wire.Release(6, 1)]
-    return [(put, b"".join(blocks)), (wire.Commit(7, 5, crcs(blocks)), b"".join(blocks)), *((each, b"") for each in messages)]
+    return [
+        (put, b"".join(blocks)),
+        (wire.Commit(7, 5, crcs(blocks)), b"".join(blocks)),
+        *((each, b"") for each in messages),
+    ]
 
 
 def mutated(message: wire.Message, choose: random.Random) -> bytes:
@@ -310,7 +315,12 @@ def test_random_bytes(node, rest_port, door, seed):
     seed = seed or int(os.environ.get("CAIRN_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"CAIRN_TEST_SEED={seed}")
     choose = random.Random(seed)
-    starts = [b"", b"", b"GET /v1/tiers HTTP/1.1\r\n", b"PUT /v1/namespaces/x/blocks/00 HTTP/1.1\r\ncontent-length: 99999\r\n\r\n"]
+    starts = [
+        b"",
+        b"",
+        b"GET /v1/tiers HTTP/1.1\r\n",
+        b"PUT /v1/namespaces/x/blocks/00 HTTP/1.1\r\ncontent-length: 99999\r\n\r\n",
+    ]
     for _ in range(60):
         family = socket.AF_UNIX if door == "unix" else socket.AF_INET
         with socket.socket(family) as bare:

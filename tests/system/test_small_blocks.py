@@ -42,7 +42,10 @@ def chain_of(space: OpenSpace, number: int) -> list[BlockKey]:
 
 def test_many_small_blocks(node):
     chains = BLOCKS // CHAIN
-    with BlockingClient(node.unix, timeout_s=20.0) as client, BlockingClient(node.tcp, node.token, timeout_s=20.0) as remote:
+    with (
+        BlockingClient(node.unix, timeout_s=20.0) as client,
+        BlockingClient(node.tcp, node.token, timeout_s=20.0) as remote,
+    ):
         space, its = client.open("small", SPACE), remote.open("small", SPACE)
         before, began = node.memory_bytes, time.monotonic()
         for number in range(chains):

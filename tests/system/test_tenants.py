@@ -27,7 +27,9 @@ from tests.system.nodes import NodeProcess, content, namespace, until
 from tests.system.test_clients_that_lie import by_number, code
 from tests.system.wire_client import WireClient
 
-OPERATOR, RED, BLUE, READER, QUEUE = (f"{name}-token-of-this-tenant" for name in ("operator", "red", "blue", "reader", "queue"))
+OPERATOR, RED, BLUE, READER, QUEUE = (
+    f"{name}-token-of-this-tenant" for name in ("operator", "red", "blue", "reader", "queue")
+)
 SETTINGS = (
     "--tenants.0.name=operator", f"--tenants.0.token={OPERATOR}", "--tenants.0.admin=true",
     "--tenants.1.name=red", f"--tenants.1.token={RED}", "--tenants.1.secret=red-secret",
@@ -145,27 +147,27 @@ def test_what_a_tenant_may_map(node, red, blue):
     blue.put(theirs, theirs.keys(TOKENS), [b"blue" * 2500] * 16)
     with WireClient(node, token=RED) as owner, WireClient(node, token=BLUE) as thief:
         lease = owner.ask(wire.Acquire(1, mine.number, pack_keys(keys), 60_000))
-        door = Door(node.path, thief.welcome.ticket, 5.0)
+        door = Door(node.path, thief.welcome.ticket)
         for slab_id in range(200):
             try:
-                ((descriptor, size),) = door.fetch([slab_id])
+                ((descriptor, size),) = door.fetch([slab_id], 5.0)
             except NotFound:
                 continue
             assert slab_id not in unpack_u64(lease.slab_ids)
             assert keys[0] not in Region(descriptor, size, writable=False, populate=False).memory
-        for descriptor, size in door.fetch([]):
+        for descriptor, size in door.fetch([], 5.0):
             memory = Region(descriptor, size, writable=False, populate=False).memory
             assert not any(key in memory[: 8 * MIB] for key in keys)
         with pytest.raises(NotFound):
-            door.fetch([unpack_u64(lease.slab_ids)[0]])
+            door.fetch([unpack_u64(lease.slab_ids)[0]], 5.0)
         door.close()
 
 
 def test_an_index_or_a_slab_that_a_client_would_like_to_write(node):
     with WireClient(node, token=RED) as client, WireClient(node, token=READER) as reader:
         for guest in (client, reader):
-            door = Door(node.path, guest.welcome.ticket, 5.0)
-            (index, size), (ring, _) = door.fetch([])
+            door = Door(node.path, guest.welcome.ticket)
+            (index, size), (ring, _) = door.fetch([], 5.0)
             assert mmap.mmap(index, size, prot=mmap.PROT_READ)
             path = f"/proc/self/fd/{index}"
             for wish in ("r+b", "wb", "ab"):
@@ -251,6 +253,7 @@ def test_writers_that_go_while_memory_is_made_ready_for_them(node, blue):
 
 def test_a_check_while_memory_is_made_ready(node, red, blue):
     space, its = blue.open("llama", SPACE), red.open("llama", SPACE)
+    until(lambda: node.is_grown)
     for at in range(SLABS):
         blue.put(space, space.keys([at, 0, 0, 0]), [bytes(MIB)])
     blue.evict(space)
@@ -305,7 +308,12 @@ def test_a_tenant_whose_quota_is_all_in_use(node, way):
 
 def test_a_block_larger_than_the_quota(tmp_path):
     """It cannot be had at any price, so nothing is evicted for it."""
-    options = ("--tenants.0.name=only", f"--tenants.0.token={RED}", "--tenants.0.quota=100KiB", "--tenants.0.admin=true")
+    options = (
+        "--tenants.0.name=only",
+        f"--tenants.0.token={RED}",
+        "--tenants.0.quota=100KiB",
+        "--tenants.0.admin=true",
+    )
     node = NodeProcess(tmp_path, *options, "--node.unix_tenant=only").start()
     with BlockingClient(node.unix) as client:
         space = client.open("llama", SPACE)
@@ -429,12 +437,12 @@ def test_blocks_over_tls(tls_node, certificate):
 
 
 def test_a_certificate_that_nobody_vouches_for(tls_node):
-    with BlockingClient(tls_node.tcp, tls_node.token) as client, pytest.raises(ConnectFailed, match="(?i)certificate"):
+    with BlockingClient(tls_node.tcp, tls_node.token) as client, pytest.raises(ConnectFailed, match=r"(?i)certificate"):
         client.stat()
 
     async def ask() -> None:
         async with Client(tls_node.tcp, tls_node.token) as client:
-            with pytest.raises(ConnectFailed, match="(?i)certificate"):
+            with pytest.raises(ConnectFailed, match=r"(?i)certificate"):
                 await client.stat()
 
     asyncio.run(ask())
@@ -445,7 +453,10 @@ def test_a_client_without_tls_at_a_door_with_it_and_the_other_way_round(tls_node
     with BlockingClient(plain, tls_node.token, timeout_s=3.0) as client, pytest.raises(TransportError):
         client.stat()
     wrapped = f"tls://127.0.0.1:{node.port}"
-    with BlockingClient(wrapped, RED, ca_file=str(certificate[0]), timeout_s=3.0) as client, pytest.raises(ConnectFailed):
+    with (
+        BlockingClient(wrapped, RED, ca_file=str(certificate[0]), timeout_s=3.0) as client,
+        pytest.raises(ConnectFailed),
+    ):
         client.stat()
 
     async def ask(address: str, token: str, ca_file: str) -> None:

@@ -38,7 +38,9 @@ class WireClient:
     def __enter__(self) -> "WireClient":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -100,7 +102,9 @@ class WireClient:
     def put(self, number: int, keys: Sequence[BlockKey], blocks: Sequence[bytes], parent: bytes = b"") -> Any:
         """With the blocks as payload."""
         crcs = pack_u64([checksum(block) for block in blocks])
-        message = wire.Put(self.next(), number, pack_keys(keys), parent, pack_u64([len(block) for block in blocks]), crcs)
+        message = wire.Put(
+            self.next(), number, pack_keys(keys), parent, pack_u64([len(block) for block in blocks]), crcs
+        )
         return self.ask(message, b"".join(blocks))
 
     def get(self, number: int, keys: Sequence[BlockKey], wait_ms: int = 0) -> list[bytes]:

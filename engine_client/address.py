@@ -1,12 +1,14 @@
 """Where a node is and how to be let in: parsed addresses, and what can be found on this host."""
 
+import socket
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, ConnectFailed
+from kvstore.transport.blocking import left_s
 
 TOKEN_FILE = "token"
 SOCKET_NAME = "node.sock"
@@ -53,6 +55,25 @@ def tls_context(ca_file: str) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=ca_file or None)
     except OSError as error:
         raise ConfigError(f"{ca_file}: {error.strerror or error}") from error
+
+
+def open_stream(address: Address, tls: ssl.SSLContext | None, deadline: float) -> socket.socket:
+    """A blocking connection to `address` by `deadline` (time.monotonic). Raises ConnectFailed."""
+    stream: socket.socket | None = None
+    try:
+        timeout_s = left_s(deadline)
+        if address.path:
+            stream = socket.socket(socket.AF_UNIX)
+            stream.settimeout(timeout_s)
+            stream.connect(address.path)
+            return stream
+        stream = socket.create_connection((address.host, address.port), timeout_s)
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return stream if tls is None else tls.wrap_socket(stream, server_hostname=address.host)
+    except OSError as error:  # TimeoutError and ssl.SSLError are among them
+        if stream is not None:
+            stream.close()
+        raise ConnectFailed(f"{address}: {error.strerror or str(error) or 'no answer in time'}") from error
 
 
 def discover(environ: Mapping[str, str]) -> tuple[str, str]:

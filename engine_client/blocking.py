@@ -12,7 +12,6 @@ gone then, as the node has freed them.
 
 import math
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,19 +19,18 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from engine_client import operations, writes
-from engine_client.address import Address, parse_address, tls_context
+from engine_client.address import Address, open_stream, parse_address, tls_context
 from engine_client.retry import REPLY_BYTES, Retry
 from engine_client.steps import Begin, Call, Finish, Grant, Held, Link, Loan, OpenSpace, Operation, PutReport, Work
 from kvstore import wire
 from kvstore.errors import (
-    ConnectFailed,
     DeadlineExceeded,
     InvalidRequest,
     PeerLost,
     ProtocolError,
 )
 from kvstore.prefix import Namespace
-from kvstore.transport.blocking import FrameSocket, left_s
+from kvstore.transport.blocking import FrameSocket
 from kvstore.transport.local import Door, SharedMemory, View
 from kvstore.types import BlockKey
 
@@ -346,7 +344,7 @@ class BlockingClient:
         self._retry.check(self.address)
         self._disconnect()
         try:
-            self._stream = FrameSocket(self._open_socket(), REPLY_BYTES)
+            self._stream = FrameSocket(open_stream(self.address, self._tls, self._until), REPLY_BYTES)
             self._link = self._say_hello(self._stream.is_open)
             for space in self._spaces:
                 self._run(operations.open_space(self._link, space))
@@ -356,24 +354,6 @@ class BlockingClient:
             raise
         self._retry.succeeded()
         return self._link
-
-    def _open_socket(self) -> socket.socket:
-        address = self.address
-        stream: socket.socket | None = None
-        try:
-            timeout_s = left_s(self._until)
-            if address.path:
-                stream = socket.socket(socket.AF_UNIX)
-                stream.settimeout(timeout_s)
-                stream.connect(address.path)
-                return stream
-            stream = socket.create_connection((address.host, address.port), timeout_s)
-            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return stream if self._tls is None else self._tls.wrap_socket(stream, server_hostname=address.host)
-        except OSError as error:  # TimeoutError and ssl.SSLError are among them
-            if stream is not None:
-                stream.close()
-            raise ConnectFailed(f"{address}: {error.strerror or str(error) or 'no answer in time'}") from error
 
     def _say_hello(self, is_open: Callable[[], bool]) -> Link:
         welcome = self._exchange(Call(lambda number: wire.Hello(number, wire.PROTOCOL, self._token, self._name)))

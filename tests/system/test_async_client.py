@@ -29,7 +29,7 @@ MOST_AWAITS = 40
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory) -> Iterator[NodeProcess]:
-    started = NodeProcess(tmp_path_factory.mktemp("node"), "--limits.wait_max=2s").start()
+    started = NodeProcess(tmp_path_factory.mktemp("node"), "--limits.wait_max=1s").start()
     yield started
     started.stop()
 
@@ -239,7 +239,7 @@ def only_blocks(admin: BlockingClient, grant: object) -> bool:
 
 
 def test_every_call_on_a_node_that_hangs_ends_in_time(node, writer, address):
-    space, keys = store(writer, 1)
+    _, keys = store(writer, 1)
 
     async def use() -> None:
         async with Client(*address, timeout_s=LIMIT_S) as client:
@@ -247,8 +247,9 @@ def test_every_call_on_a_node_that_hangs_ends_in_time(node, writer, address):
             buffers = [bytearray(SIZE) for _ in keys]
             node.freeze()
             calls = [
-                client.stat(), client.put(mine, mine.keys(prompt(2)), [bytes(SIZE)] * BLOCKS), client.get_bytes(mine, keys[0]),
-                client.get(mine, keys, buffers), client.match(mine, mine.keys(prompt(3))), client.evict(mine, keys),
+                client.stat(), client.put(mine, mine.keys(prompt(2)), [bytes(SIZE)] * BLOCKS),
+                client.get_bytes(mine, keys[0]), client.get(mine, keys, buffers),
+                client.match(mine, mine.keys(prompt(3))), client.evict(mine, keys),
                 client.place(mine, mine.keys(prompt(4)), [SIZE] * BLOCKS), client.pin(mine, keys, hard=True, ttl_s=9.0),
                 client.open("new", SPACE),
             ]  # fmt: skip
@@ -278,7 +279,7 @@ def test_every_call_on_a_node_that_hangs_ends_in_time(node, writer, address):
 
 def test_answers_that_come_after_their_caller_has_gone(node, writer, address):
     """The payload of a reply that nobody waits for any more goes nowhere."""
-    space, keys = store(writer, 5)
+    _, keys = store(writer, 5)
 
     async def use() -> None:
         async with Client(*address, timeout_s=5.0) as client:
@@ -334,7 +335,7 @@ def test_many_calls_at_once(node, address):
 
 def test_a_client_that_is_closed_while_calls_are_under_way(node, writer, address):
     """They end with a TransportError or with their result; none is cancelled, and none comes after."""
-    space, keys = store(writer, 6)
+    _, keys = store(writer, 6)
 
     async def use() -> None:
         for turn in range(8):
@@ -348,9 +349,9 @@ def test_a_client_that_is_closed_while_calls_are_under_way(node, writer, address
             await client.aclose()
             for said in await asyncio.gather(*calls, return_exceptions=True):
                 assert not isinstance(said, BaseException) or isinstance(said, TransportError), repr(said)
-            for call in (client.stat, lambda client=client, mine=mine: client.get(mine, keys, buffers[0])):
+            for call in (client.stat(), client.get(mine, keys, buffers[0])):
                 with pytest.raises(ConnectFailed):
-                    await call()
+                    await call
             await client.aclose()
 
     asyncio.run(use())

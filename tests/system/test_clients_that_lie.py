@@ -1,5 +1,6 @@
 """Clients that say what is not so, or what nobody may say: told what is wrong, and nobody else notices."""
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -422,6 +423,18 @@ def test_a_chain_of_ten_thousand_blocks(node, liar, client):
     assert code(liar.place(number, keys[:1], [64], keys[-1])) == "ok", "the last one as the first one's parent"
     node.assert_clean()
     assert client.evict(space).blocks == 10_000
+
+
+def test_an_explanation_of_a_prompt_that_is_far_too_long(node, liar):
+    """It is looked for in all of the tenant's namespaces, and nobody else is served meanwhile."""
+    numbers = [liar.open(f"grid {at}", namespace(f"model {at}", block_tokens=1)).number for at in range(20)]
+    keys = pack_keys(chain(34, BATCH))
+    began = time.monotonic()
+    for number in numbers:
+        liar.send(wire.Explain(1, number, keys, bytes(200_000)))
+    for _ in numbers:
+        assert len(liar.receive().blocks) == BATCH
+    assert time.monotonic() - began < 1.5
 
 
 # Limits.

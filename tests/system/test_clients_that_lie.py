@@ -522,10 +522,10 @@ def _enters(node: NodeProcess, stack: ExitStack, *, tcp: bool) -> str:
 
 
 def test_a_crowd_that_does_not_say_who_it_is(node):
-    """It cannot keep out who does."""
+    """It cannot keep out who does: those who came first are sent away."""
     with ExitStack() as stack:
-        for at in range(3 * CONNECTIONS):
-            stack.enter_context(WireClient(node, tcp=at % 2 == 0, hello=False))
+        crowd = [stack.enter_context(WireClient(node, tcp=at % 2 == 0, hello=False)) for at in range(3 * CONNECTIONS)]
+        assert all(stranger.is_hung_up(0.3) for stranger in crowd[:CONNECTIONS])
         for tcp in (False, True):
             stack.enter_context(WireClient(node, tcp=tcp, token=CROWD))
 

@@ -14,10 +14,13 @@ from engine_client.blocking import BlockingClient
 from engine_client.client import Client
 from engine_client.decode import DecodeClient
 from engine_client.prefill import PrefillClient
+from kvstore import wire
 from kvstore.errors import InvalidRequest, StoreError, TransportError
+from kvstore.wire import pack_keys
 from tests.system.children import Child
 from tests.system.nodes import NodeProcess, content, namespace, until
 from tests.system.test_clients_that_lie import chain as keys_of
+from tests.system.wire_client import WireClient
 
 MIB = 1 << 20
 CAPACITY = 16 * MIB
@@ -410,6 +413,33 @@ def test_an_async_client_whose_node_is_replaced(tmp_path):
 
     asyncio.run(use())
     node.empty()
+    node.stop()
+
+
+def test_ids_of_a_node_that_is_gone(tmp_path):
+    """They stand for nothing on the next, not even for what a client got there at the same place in its life."""
+    node = NodeProcess(tmp_path).start()
+    ids = []
+    for _ in range(2):
+        with WireClient(node) as client:
+            number = client.open("full", SPACE).number
+            keys = keys_of(1, 2)
+            client.put(number, keys, [bytes(100)] * 2)
+            lease_id = client.ask(wire.Acquire(1, number, pack_keys(keys), 60_000)).lease_id
+            grant_id = client.place(number, keys_of(2, 1), [100]).grant_id
+            pin_id = client.ask(wire.Pin(1, number, pack_keys(keys), True, 60_000)).pin_id
+            for lease, grant, pin in ids:
+                client.ask(wire.Release(1, lease))
+                client.ask(wire.Abort(1, grant))
+                assert isinstance(client.ask(wire.Unpin(1, pin)), wire.Failed)
+                assert isinstance(client.ask(wire.Commit(1, grant, bytes(8))), wire.Failed)
+                assert isinstance(client.ask(wire.Renew(1, lease_id, 60_000)), wire.Done)
+                assert isinstance(client.ask(wire.Progress(1, grant_id, 1)), wire.Done)
+            ids.append((lease_id, grant_id, pin_id))
+            assert max(ids[-1]) < 2**53, "they travel as JSON numbers too"
+            client.ask(wire.Unpin(1, pin_id))
+        node.kill()
+        node.start()
     node.stop()
 
 

@@ -243,6 +243,23 @@ def test_a_client_that_reads_its_blocks_a_byte_at_a_time(node, is_tcp):
             until(reads_on, "its blocks to be taken from it")
 
 
+def test_a_client_that_asks_for_blocks_on_a_lease_of_nothing(node, is_tcp):
+    """What is on its way to it keeps its slots until it is there, however slowly it reads."""
+    with WireClient(node, tcp=is_tcp, token=CROWD, receive_bytes=4096) as client:
+        number = client.open("garbage", namespace("garbage")).number
+        keys = chain(4, 6)
+        for key in keys:
+            client.put(number, [key], [content(key, 600_000)])
+        client.send(wire.Acquire(7, number, pack_keys(keys), 0, 0, 0, True))
+        with BlockingClient(node.unix) as other:
+            space = other.open("garbage", namespace("garbage"))
+            other.evict(space, keys)
+            for fresh in chain(5, 60):  # more than fit: every free slot is used
+                other.put(space, [fresh], [bytes(600_000)])
+        client.receive()
+        assert client.payload == b"".join(content(key, 600_000) for key in keys)
+
+
 # Fuzz.
 
 

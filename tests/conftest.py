@@ -74,9 +74,12 @@ class LiveNode:
         """Look after each turn of the node's loop until `is_so`."""
 
         async def looked() -> None:
+            turn = asyncio.Event()
             async with asyncio.timeout(seconds):
                 while not is_so():
-                    await asyncio.sleep(0.001)
+                    self.loop.call_later(0.001, turn.set)
+                    await turn.wait()
+                    turn.clear()
 
         asyncio.run_coroutine_threadsafe(looked(), self.loop).result(timeout=seconds + 5)
 

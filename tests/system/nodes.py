@@ -1,5 +1,6 @@
 """A real node process for tests, and what every test asks of it at the end: alive, clean, nobody holds anything."""
 
+import atexit
 import os
 import select
 import signal
@@ -54,6 +55,7 @@ class NodeProcess:
     def start(self) -> "NodeProcess":
         """At the same addresses as before, if it ran before."""
         self._process = CairnProcess(self._run_dir, {}, dict(self._settings))
+        atexit.register(self._process.kill)  # a test that fails may leave it behind
         until(lambda: self.is_grown, "the node to have all its memory")
         return self
 

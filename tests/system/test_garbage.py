@@ -10,6 +10,9 @@ import pytest
 
 from engine_client.blocking import BlockingClient
 from kvstore import wire
+from kvstore.published import ident
+from kvstore.region import Region
+from kvstore.transport.local import Door
 from kvstore.types import BlockKey
 from kvstore.wire import pack_keys, pack_u64
 from tests.system.children import Witness
@@ -183,6 +186,37 @@ def test_a_client_that_asks_for_descriptors_and_takes_none(node):
     until(lambda: node.descriptors <= before + 4, "its descriptors")
 
 
+def test_a_client_that_sends_descriptors_of_its_own(node, is_tcp):
+    if is_tcp:
+        pytest.skip("descriptors travel over Unix sockets only")
+    before = node.descriptors
+    with WireClient(node) as client:
+        for _ in range(20):
+            socket.send_fds(client.socket, [wire.encode(wire.Stat(1))], [client.socket.fileno()] * 100)
+            assert code(client.receive()) == "ok"
+        assert node.descriptors <= before + 4
+
+
+def test_garbage_in_a_ring_of_uses(node):
+    """It is the client's to write, so the node believes nothing in it; names of blocks that are there, too."""
+    choose = random.Random(3)
+    with WireClient(node) as client:
+        number = client.open("garbage", namespace("garbage")).number
+        keys = chain(6, 50)
+        client.put(number, keys, [bytes(100)] * 50)
+        door = Door(node.path, client.welcome.ticket)
+        _, (descriptor, size) = door.fetch((), 5.0)
+        ring = Region(descriptor, size, writable=True, populate=True).memory
+        asked = node.counters()["requests"]["stat"]
+        while node.counters()["requests"]["stat"] < asked + 50:
+            ring[64:] = choose.randbytes(size - 64)
+            for at in range(64, size - 24, 240):
+                ring[at : at + 24] = ident(number, choose.choice(keys)) + choose.randbytes(4)
+            ring[:8] = choose.choice([b"\xff" * 8, bytes(8), choose.randbytes(8), choose.randbytes(2) + bytes(6)])
+        assert client.get(number, keys) == [bytes(100)] * 50
+        door.close()
+
+
 # Floods.
 
 
@@ -241,23 +275,6 @@ def test_a_client_that_reads_its_blocks_a_byte_at_a_time(node, is_tcp):
                 return bool(node.tier()["draining"] == 0)
 
             until(reads_on, "its blocks to be taken from it")
-
-
-def test_a_client_that_asks_for_blocks_on_a_lease_of_nothing(node, is_tcp):
-    """What is on its way to it keeps its slots until it is there, however slowly it reads."""
-    with WireClient(node, tcp=is_tcp, token=CROWD, receive_bytes=4096) as client:
-        number = client.open("garbage", namespace("garbage")).number
-        keys = chain(4, 6)
-        for key in keys:
-            client.put(number, [key], [content(key, 600_000)])
-        client.send(wire.Acquire(7, number, pack_keys(keys), 0, 0, 0, True))
-        with BlockingClient(node.unix) as other:
-            space = other.open("garbage", namespace("garbage"))
-            other.evict(space, keys)
-            for fresh in chain(5, 60):  # more than fit: every free slot is used
-                other.put(space, [fresh], [bytes(600_000)])
-        client.receive()
-        assert client.payload == b"".join(content(key, 600_000) for key in keys)
 
 
 # Fuzz.

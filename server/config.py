@@ -125,6 +125,7 @@ class TenantSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     name: Name
     token: Secret
+    read_token: Secret = ""  # "": none
     secret: Secret = ""
     quota: Bytes = 0  # 0: no limit
     may_write: bool = True
@@ -245,10 +246,12 @@ def _tenant_contradictions(config: Config) -> Iterator[tuple[str, tuple[str, ...
     first: dict[tuple[str, str], int] = {}
     for number, tenant in enumerate(config.tenants):
         name = f"tenants.{number}.name"
-        if len(tenant.token) < TOKEN_CHARACTERS:
+        if any(0 < len(token) < TOKEN_CHARACTERS for token in (tenant.token or " ", tenant.read_token)):
             yield f"a token must have at least {TOKEN_CHARACTERS} characters", (name,)
-        for field, value in (("name", tenant.name), ("token", tenant.token)):
-            other = first.setdefault((field, value), number)
+        if tenant.token == tenant.read_token:
+            yield "a token that may only read must be another than the one that may write", (name,)
+        for field, value in (("name", tenant.name), ("token", tenant.token), ("token", tenant.read_token)):
+            other = first.setdefault((field, value), number) if value else number
             if other != number:
                 yield f"two tenants may not share a {field}", (f"tenants.{other}.name", name)
     names = [tenant.name for tenant in config.tenants]

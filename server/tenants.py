@@ -3,6 +3,8 @@
 import hmac
 import os
 import secrets
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from engine_client.address import TOKEN_FILE
@@ -14,17 +16,17 @@ DEFAULT_TENANT = "default"
 
 
 class Doorkeeper:
-    """Tenants by token, compared in constant time. `unix_tenant` may come over the Unix socket without one."""
+    """(token, tenant) pairs, compared in constant time. `unix_tenant` may come over the Unix socket without one."""
 
-    def __init__(self, tenants: dict[str, tuple[str, Tenant]], unix_tenant: str) -> None:
-        self._tenants = tenants
-        self._unix_tenant = unix_tenant
+    def __init__(self, tokens: Sequence[tuple[str, Tenant]], unix_tenant: str) -> None:
+        self._tokens = tokens
+        self._unix_tenant = next((tenant for _, tenant in tokens if tenant.name == unix_tenant), None)
 
     def admit(self, token: str) -> Tenant:
         """The tenant of `token`. Takes as long for a wrong one as for a right one. Raises Forbidden."""
         offered = token.encode("utf-8", "surrogatepass")
         admitted = None
-        for expected, tenant in self._tenants.values():
+        for expected, tenant in self._tokens:
             if hmac.compare_digest(expected.encode(), offered):
                 admitted = tenant
         if admitted is None:
@@ -33,24 +35,23 @@ class Doorkeeper:
 
     def admit_local(self, token: str) -> Tenant:
         """As `admit`; without a token the Unix socket's own tenant, whom the socket's file mode let in."""
-        if not token and self._unix_tenant in self._tenants:
-            return self._tenants[self._unix_tenant][1]
+        if not token and self._unix_tenant is not None:
+            return self._unix_tenant
         return self.admit(token)
 
 
 def doorkeeper(config: Config) -> Doorkeeper:
     """From the settings; makes the run directory's token file if no tenants are configured."""
-    tenants = {
-        settings.name: (
-            settings.token,
-            Tenant(settings.name, settings.secret, settings.quota, settings.may_write, settings.admin),
-        )
-        for settings in config.tenants
-    }
-    if not tenants:
+    tokens: list[tuple[str, Tenant]] = []
+    for settings in config.tenants:
+        tenant = Tenant(settings.name, settings.secret, settings.quota, settings.may_write, settings.admin)
+        tokens.append((settings.token, tenant))
+        if settings.read_token:
+            tokens.append((settings.read_token, replace(tenant, may_write=False, admin=False)))
+    if not tokens:
         token, secret = _own_token(Path(config.node.run_dir))
-        tenants[DEFAULT_TENANT] = token, Tenant(DEFAULT_TENANT, secret=secret, admin=True)
-    return Doorkeeper(tenants, config.node.unix_tenant)
+        tokens.append((token, Tenant(DEFAULT_TENANT, secret=secret, admin=True)))
+    return Doorkeeper(tokens, config.node.unix_tenant)
 
 
 def _own_token(run_dir: Path) -> tuple[str, str]:

@@ -27,12 +27,13 @@ from tests.system.nodes import NodeProcess, content, namespace, until
 from tests.system.test_clients_that_lie import by_number, code
 from tests.system.wire_client import WireClient
 
-OPERATOR, RED, BLUE, READER, QUEUE = (
-    f"{name}-token-of-this-tenant" for name in ("operator", "red", "blue", "reader", "queue")
+OPERATOR, RED, RED_READS, BLUE, READER, QUEUE = (
+    f"{name}-token-of-this-tenant" for name in ("operator", "red", "red-reads", "blue", "reader", "queue")
 )
 SETTINGS = (
     "--tenants.0.name=operator", f"--tenants.0.token={OPERATOR}", "--tenants.0.admin=true",
     "--tenants.1.name=red", f"--tenants.1.token={RED}", "--tenants.1.secret=red-secret",
+    f"--tenants.1.read_token={RED_READS}",
     "--tenants.2.name=blue", f"--tenants.2.token={BLUE}", "--tenants.2.secret=blue-secret",
     "--tenants.3.name=reader", f"--tenants.3.token={READER}", "--tenants.3.may_write=false",
     "--tenants.4.name=queue", f"--tenants.4.token={QUEUE}", "--tenants.4.quota=1MiB", "--node.unix_tenant=",
@@ -346,6 +347,26 @@ def test_a_tenant_that_may_only_read(node):
         assert not reader.welcome.may_write
 
 
+@pytest.mark.parametrize("way", ["unix", "tcp"])
+def test_a_token_of_a_tenant_that_may_only_read(node, red, way):
+    space = red.open("llama", SPACE)
+    keys, blocks = space.keys(TOKENS), [content(key, SIZE) for key in space.keys(TOKENS)]
+    red.put(space, keys, blocks)
+    with BlockingClient(getattr(node, way), RED_READS) as reader:
+        same = reader.find("llama")
+        targets = [bytearray(SIZE) for _ in keys]
+        assert same.keys(TOKENS) == keys
+        assert reader.get(same, keys, targets) == 16
+        assert targets == blocks
+        for ask in (lambda: reader.put(same, [keys[0]], [blocks[0]]), lambda: reader.evict(same), reader.check):
+            with pytest.raises(Forbidden):
+                ask()
+        if way == "unix":
+            (view,) = reader.views(same, keys[:1])
+            assert view.data.readonly
+    assert red.match(space, keys) == 16
+
+
 def test_a_tenant_that_is_no_admin(red):
     for ask in (red.check, lambda: red.set_tier("dram", capacity_bytes=MIB)):
         with pytest.raises(Forbidden):
@@ -381,7 +402,7 @@ def test_tokens_are_compared_in_constant_time_with_every_tenants(tmp_path, monke
             door.admit(token)
         except Forbidden:
             assert token == "wrong"
-        assert [one for one, _ in compared] == [each.encode() for each in (OPERATOR, RED, BLUE, READER, QUEUE)]
+        assert [one for one, _ in compared] == [each.encode() for each in (OPERATOR, RED, RED_READS, BLUE, READER, QUEUE)]
         assert {other for _, other in compared} == {token.encode()}
 
 

@@ -1,7 +1,7 @@
 """The nouns of client operations: what an operation asks its driver for, and what it works on."""
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, TypeVar
 
 from kvstore import wire
@@ -138,6 +138,15 @@ class PutReport:
             busy=count(Placement.BUSY),
             refused=count(Placement.FULL) + count(Placement.OVER_QUOTA),
             stored_bytes=sum(map(len, stored)),
+        )
+
+    def after(self, first: "PutReport") -> "PutReport":
+        """Of two puts of the same blocks, the second offering all again: what the first stored is not `present`."""
+        return replace(
+            self,
+            stored=self.stored + first.stored,
+            present=max(self.present - first.stored, 0),
+            stored_bytes=self.stored_bytes + first.stored_bytes,
         )
 
     @classmethod

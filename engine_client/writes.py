@@ -105,6 +105,7 @@ def put(
     if len(sources) != len(keys):
         raise InvalidRequest(f"{len(sources)} blocks for {len(keys)} keys")
     sizes = [len(source) for source in sources]
+    along = PutReport()
     if 0 < sum(sizes) <= SENT_ALONG_BYTES:
         packed = (
             pack_keys(keys),
@@ -114,11 +115,15 @@ def put(
         )
         reply = yield Call(lambda number: wire.Put(number, space.number, *packed), sources)
         placements = tuple(map(Placement, reply.placements))
+        stored = [
+            source for source, placement in zip(sources, placements, strict=True) if placement is Placement.GRANTED
+        ]
+        along = PutReport.of(placements, stored)
         if Placement.FULL not in placements:
-            granted = [at for at, placement in enumerate(placements) if placement is Placement.GRANTED]
-            return PutReport.of(placements, [sources[at] for at in granted])
+            return along  # else the node may have memory if it is given the time to make it ready
     pieces = _pieces(len(keys), sum(sizes)) if link.shared is not None else [slice(0, len(keys))]
-    return (yield from _put_pieces(link, space, keys, sources, parent, pieces))
+    report = yield from _put_pieces(link, space, keys, sources, parent, pieces)
+    return report.after(along)
 
 
 def _pieces(blocks: int, size: int) -> list[slice]:
@@ -126,7 +131,7 @@ def _pieces(blocks: int, size: int) -> list[slice]:
 
     Only the short first piece is waited for before the copying, and only the short last one after it.
     """
-    edge = max(blocks // 8, 1)
+    edge = max(blocks // 16, 1)
     if size < PIECED_BYTES or blocks < 4 * edge:
         return [slice(0, blocks)]
     return [slice(0, edge), slice(edge, blocks - edge), slice(blocks - edge, blocks)]

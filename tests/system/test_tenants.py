@@ -402,7 +402,8 @@ def test_tokens_are_compared_in_constant_time_with_every_tenants(tmp_path, monke
             door.admit(token)
         except Forbidden:
             assert token == "wrong"
-        assert [one for one, _ in compared] == [each.encode() for each in (OPERATOR, RED, RED_READS, BLUE, READER, QUEUE)]
+        known = (OPERATOR, RED, RED_READS, BLUE, READER, QUEUE)
+        assert [one for one, _ in compared] == [each.encode() for each in known]
         assert {other for _, other in compared} == {token.encode()}
 
 

@@ -404,7 +404,7 @@ def test_pinning_nothing_and_letting_go_of_nothing_end_with_1(cairn, space):
 
 def test_a_tier_is_changed_while_it_serves(start_node):
     cairn = Shell(CAIRN_RUN_DIR=str(start_node().run_dir))
-    assert "on its way to 32.0 MiB" in cairn.ok("tiers", "--set", "capacity=32MiB").text
+    assert "32.0 MiB" in cairn.ok("tiers", "--set", "capacity=32MiB").text  # on its way there, or there already
     row = cairn.ok("tiers", "--set", "high_watermark=0.8", "--set", "low_watermark=0.5", "--json").row
     assert (row["target_bytes"], row["high_watermark"], row["low_watermark"]) == (32 << 20, 0.8, 0.5)
     senseless = cairn("tiers", "--set", "high_watermark=0.3")

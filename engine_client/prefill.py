@@ -155,7 +155,8 @@ class PrefillStream:
         self._blocks += report.stored
         self._bytes += report.stored_bytes
         if report.refused:
-            self._failure = f"{report.refused} blocks were refused: no room, or over quota"
+            reason = "over the tenant's quota" if report.over_quota else "no room"
+            self._failure = f"{report.refused} blocks were refused: {reason}"
 
     # In the engine's thread.
 

@@ -128,6 +128,7 @@ class PutReport:
     busy: int = 0  # being written by somebody else
     refused: int = 0  # no room, or over quota
     stored_bytes: int = 0
+    over_quota: int = 0  # of the refused: the tenant's quota, not the node's memory
 
     @classmethod
     def of(cls, placements: Sequence[Placement], stored: Sequence[memoryview]) -> "PutReport":
@@ -138,6 +139,7 @@ class PutReport:
             busy=count(Placement.BUSY),
             refused=count(Placement.FULL) + count(Placement.OVER_QUOTA),
             stored_bytes=sum(map(len, stored)),
+            over_quota=count(Placement.OVER_QUOTA),
         )
 
     def after(self, first: "PutReport") -> "PutReport":

@@ -161,7 +161,8 @@ def _put_pieces(
             reports.append(PutReport.of(grant.placements, grant.slots))
             if reports[-1].refused:  # what follows hangs on what was refused
                 yield from _give_up(link, placing, [], None)
-                reports.append(PutReport(refused=sum(rest.stop - rest.start for rest, _ in placing)))
+                rest = sum(piece.stop - piece.start for piece, _ in placing)
+                reports.append(PutReport(refused=rest, over_quota=rest if reports[-1].over_quota else 0))
                 placing.clear()
             if wanted:
                 checksums = yield Work(partial(_fill, grant, wanted), sum(map(len, wanted)))

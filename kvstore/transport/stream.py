@@ -58,7 +58,8 @@ class FrameStream(asyncio.BufferedProtocol, ABC):
     def send(self, frame: bytes, payload: Sequence[memoryview] = ()) -> None:
         """Queue a frame and its payload. The payload's memory must stay as it is until `drained`."""
         if self._transport is not None and not self._transport.is_closing():
-            for part in (frame, *payload):  # asyncio's writelines does not pause the writer in Python 3.12 and 3.13
+            parts: list[bytes | memoryview] = [frame, *payload]
+            for part in parts:  # asyncio's writelines does not pause the writer in Python 3.12 and 3.13
                 self._transport.write(part)
 
     async def drained(self) -> None:

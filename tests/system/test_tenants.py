@@ -297,6 +297,7 @@ def test_a_tenant_whose_quota_is_all_in_use(node, way):
         fits = MIB // slot_bytes(size)
         report = client.put(space, keys, [content(key, size) for key in keys])
         assert (report.stored, report.refused) == (fits, 20 - fits), "a chain that is longer than the quota"
+        assert report.over_quota == report.refused
         pin = client.pin(space, keys, hard=True, ttl_s=60)
         assert pin.blocks == fits
         fresh = space.keys([7, 7, 7, 7])

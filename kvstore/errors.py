@@ -4,7 +4,7 @@ StoreError
 ├── NotFound             no readable replica of the block
 ├── TierFull             no slot is free, and nothing may be evicted
 ├── QuotaExceeded        the tenant's bytes are used up, and nothing of its own may be evicted
-├── StaleLease           the lease, grant or pin lapsed, was released, or is another client's
+├── StaleLease           the lease or grant lapsed, was released, or is another client's
 ├── Corrupt              the bytes do not have the checksum they were written with
 ├── Rejected             a named limit was reached; retry_after_s says when to ask again
 ├── Forbidden            the token is missing or wrong, or does not allow this

@@ -58,8 +58,6 @@ class Connection(FrameStream):
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S // 3)
-        if self.kind == "tcp":  # a client whose host is gone says nothing any more
-            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._watch = self._after(self._node.config.rest.request_timeout, "no Hello in time")
         self._look_again()
         if not self._node.connected(self):

@@ -84,6 +84,7 @@ class _Reports:
     present: int = 0
     busy: int = 0
     refused: int = 0
+    over_quota: int = 0
     stored_bytes: int = 0
     first_refused: BlockKey | None = None
 
@@ -92,6 +93,7 @@ class _Reports:
         self.present += report.present
         self.busy += report.busy
         self.refused += report.refused
+        self.over_quota += report.over_quota
         self.stored_bytes += report.stored_bytes
 
 
@@ -132,6 +134,7 @@ def _put(client: BlockingClient, space: OpenSpace, pieces: list[Piece], *, chain
             shown.update(task, completed=done)
             if report.refused:
                 reports.refused += len(pieces) - done
+                reports.over_quota += len(pieces) - done if report.over_quota else 0
                 reports.first_refused = keys[len(keys) - report.refused]
                 break
             parent = keys[-1] if chained else None
@@ -158,6 +161,7 @@ def _print(context: typer.Context, namespace: str, pieces: list[Piece], reports:
                 "present": reports.present,
                 "busy": reports.busy,
                 "refused": reports.refused,
+                "over_quota": reports.over_quota,
                 "stored_bytes": reports.stored_bytes,
                 "reason": reason,
                 "keys": [piece.key.hex() for piece in pieces],

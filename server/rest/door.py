@@ -23,27 +23,27 @@ VISIT = "cairn.visit"
 
 
 class Sessions:
-    """One session per tenant while any request of its is under way: the limits of a client hold for all of them."""
+    """One session per tenant and its rights while any request is under way: a client's limits hold for all of them."""
 
     def __init__(self, node: "Node") -> None:
         self._node = node
-        self._open: dict[str, tuple[Session, int]] = {}
+        self._open: dict[Tenant, tuple[Session, int]] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
     @contextmanager
     def visit(self, tenant: Tenant) -> Iterator[Session]:
-        session, requests = self._open.get(tenant.name) or (self._node.new_session(tenant, "rest"), 0)
-        self._open[tenant.name] = session, requests + 1
+        session, requests = self._open.get(tenant) or (self._node.new_session(tenant, "rest"), 0)
+        self._open[tenant] = session, requests + 1
         try:
             yield session
         finally:
-            requests = self._open[tenant.name][1] - 1
+            requests = self._open[tenant][1] - 1
             if requests:
-                self._open[tenant.name] = session, requests
+                self._open[tenant] = session, requests
             else:
-                del self._open[tenant.name]
+                del self._open[tenant]
                 session.end()
 
 

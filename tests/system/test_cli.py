@@ -154,6 +154,7 @@ def test_put_and_get_say_in_json_what_they_did(cairn, space, block, tmp_path):
         "present": 0,
         "busy": 0,
         "refused": 0,
+        "over_quota": 0,
         "stored_bytes": BLOCK,
         "reason": "",
         "keys": [KEY],

@@ -516,6 +516,32 @@ def test_a_tenant_that_may_only_read(live_node):
         problem(client.post("/v1/check"), 403, "forbidden")
 
 
+def test_a_token_that_may_only_read_beside_one_that_writes(live_node):
+    """Requests of one tenant overlap; each has the rights of its own token."""
+    reading = "reads-of-tenant-zero"
+    node = live_node(tenants({"admin": "true", "read_token": reading}))
+    with client_of(node, TOKENS[0]) as writer, client_of(node, reading) as reader:
+        writer.put("/v1/namespaces/ns", json=FIELDS)
+        writer.put(path(), content=b"block")
+
+        def upload() -> Iterator[bytes]:
+            yield b"half "
+            for ask in (
+                lambda: reader.put(path("b" * 32), content=b"block"),
+                lambda: reader.delete(path()),
+                lambda: reader.post("/v1/check"),
+            ):
+                problem(ask(), 403, "forbidden")
+            assert reader.get(path()).content == b"block"
+            yield b"a block"
+
+        sent = writer.put(path("c" * 32), content=upload(), headers={"Content-Length": "12"})
+        assert sent.status_code == 201
+        assert reader.get(path("c" * 32)).content == b"half a block"
+        with reader.stream("GET", path()):
+            assert writer.put(path("d" * 32), content=b"block").status_code == 201
+
+
 def test_tenants_do_not_see_each_other(live_node):
     node = live_node(tenants({}, {}))
     with client_of(node, TOKENS[0]) as one, client_of(node, TOKENS[1]) as two:

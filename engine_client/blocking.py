@@ -37,7 +37,7 @@ from kvstore.types import BlockKey
 Result = TypeVar("Result")
 
 LOOK_S = 0.05  # between two looks at the connection by calls that need nothing of it
-LEAST_S = 0.001  # a socket's limit is above 0
+LEAST_S, MOST_S = 0.001, 86_400.0  # a socket's limit is above 0, and a lock's below 300 years
 
 
 class BlockingClient:
@@ -252,7 +252,7 @@ class BlockingClient:
         self, begin: Callable[[Link], Operation[Result]], within_s: float | None = None, wait_s: float = 0.0
     ) -> Result:
         """Run an operation. `within_s`, else the client's limit and `wait_s`, bounds all its waiting."""
-        limit_s = self._timeout_s + wait_s if within_s is None else within_s
+        limit_s = min(max(self._timeout_s + wait_s if within_s is None else within_s, 0.0), MOST_S)
         until = time.monotonic() + limit_s
         if not self._turn.acquire(timeout=limit_s):
             raise DeadlineExceeded(f"another thread's call took longer than {limit_s} s")

@@ -56,8 +56,7 @@ class Client:
         self._turn = asyncio.Lock()
         self._mapping = asyncio.Lock()  # memory is mapped by one at a time
         self._is_closed = False
-        self._replies: Replies | None = None
-        self._link: Link | None = None
+        self._current: tuple[Link, Replies] | None = None
         self._spaces: list[OpenSpace] = []
         self._retry = Retry()
 
@@ -70,10 +69,13 @@ class Client:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Hang up, for good; the node frees what this client held. Calls under way end with a TransportError."""
+        """Hang up, for good; the node frees what this client held. Calls under way end with a TransportError.
+
+        First the threads end: until then they may be writing into slots that the node would give to others.
+        """
         self._is_closed = True
-        self._disconnect()
         await asyncio.to_thread(self._copier.close)
+        self._disconnect()
 
     # Operations; see engine_client.operations.
 
@@ -188,10 +190,14 @@ class Client:
     # Driving.
 
     async def _drive(self, begin: Callable[[Link], Operation[Result]]) -> Result:
-        return await self._run(begin(await self._connected()))
+        link, replies = await self._connected()
+        return await self._run(begin(link), replies)
 
-    async def _run(self, operation: Operation[Result]) -> Result:
-        """Cancelled, it lets the operation give back what it has, and is cancelled then whatever comes of it."""
+    async def _run(self, operation: Operation[Result], replies: Replies) -> Result:
+        """Run an operation on one connection: a later one may be to another node, with other memory.
+
+        Cancelled, it lets the operation give back what it has, and is cancelled then whatever comes of it.
+        """
         outcome: Any = None
         error: BaseException | None = None
         cancelled: asyncio.CancelledError | None = None
@@ -207,13 +213,13 @@ class Client:
                 raise
             outcome = error = None
             try:
-                outcome = await (self._perform(step) if cancelled is None else self._let_go(step))
+                outcome = await (self._perform if cancelled is None else self._let_go)(step, replies)
             except asyncio.CancelledError as failure:
                 error = cancelled = failure
             except BaseException as failure:
                 error = failure
 
-    async def _perform(self, step: Step) -> Any:
+    async def _perform(self, step: Step, replies: Replies) -> Any:
         if isinstance(step, Work):
             if 0 <= step.size <= ON_LOOP_BYTES:
                 return step.run()
@@ -221,25 +227,23 @@ class Client:
                 return await self._in_thread(step.run)
             async with self._mapping:
                 return await self._in_thread(step.run)
-        if self._replies is None:
-            raise PeerLost("the connection broke, and what it held is gone")
-        if isinstance(step, Begin):
-            return self._replies, self._replies.begin(step.call)
         if isinstance(step, Finish):
-            replies, number = step.ticket
-            return await replies.finish(number, self._timeout_s)
-        return await self._replies.ask(step, self._timeout_s)
+            return await replies.finish(step.ticket, self._timeout_s)
+        if self._is_closed:
+            raise PeerLost(f"{self.address}: this client was closed")
+        if isinstance(step, Begin):
+            return replies.begin(step.call)
+        return await replies.ask(step, self._timeout_s)
 
-    async def _let_go(self, step: Step) -> Any:
+    async def _let_go(self, step: Step, replies: Replies) -> Any:
         """A cancelled operation's step: say what is to be said, and wait for nothing. Replies to come are refused."""
         if isinstance(step, Finish):
-            replies, number = step.ticket
-            if replies.is_answered(number):
-                return await replies.finish(number, self._timeout_s)
-            replies.forget(number)
-        if not isinstance(step, Call) or self._replies is None:
+            if replies.is_answered(step.ticket):
+                return await replies.finish(step.ticket, self._timeout_s)
+            replies.forget(step.ticket)
+        if not isinstance(step, Call):
             raise PeerLost("nobody waits for it any more")
-        self._replies.post(step.request)
+        replies.post(step.request)
 
     async def _in_thread(self, run: Callable[[], Result]) -> Result:
         if self._is_closed:  # and its threads are gone
@@ -248,29 +252,32 @@ class Client:
 
     # Connecting.
 
-    async def _connected(self) -> Link:
-        if self._link is not None and self._replies is not None and self._replies.lost is None:
-            return self._link
+    async def _connected(self) -> tuple[Link, Replies]:
+        if self._current is not None and self._current[1].lost is None:
+            return self._current
         async with self._turn:
-            if self._link is not None and self._replies is not None and self._replies.lost is None:
-                return self._link
+            if self._current is not None and self._current[1].lost is None:
+                return self._current
             if self._is_closed:
                 raise ConnectFailed(f"{self.address}: this client was closed")
             self._retry.check(self.address)
             self._disconnect()
+            replies: Replies | None = None
             try:
-                link = await self._connect()
+                replies = await self._open_stream()
+                link = await self._say_hello(replies)
                 for space in self._spaces:
-                    await self._run(operations.open_space(link, space))
+                    await self._run(operations.open_space(link, space), replies)
             except BaseException as error:
-                self._disconnect()
+                if replies is not None:
+                    replies.hang_up()
                 self._retry.failed(error)
                 raise
             self._retry.succeeded()
-            self._link = link
-            return link
+            self._current = link, replies
+            return self._current
 
-    async def _connect(self) -> Link:
+    async def _open_stream(self) -> Replies:
         address, loop = self.address, asyncio.get_running_loop()
         opening: Coroutine[Any, Any, tuple[asyncio.BaseTransport, Replies]]
         if address.path:
@@ -279,15 +286,19 @@ class Client:
             opening = loop.create_connection(Replies, address.host, address.port, ssl=self._tls)
         try:
             async with asyncio.timeout(self._timeout_s):
-                transport, self._replies = await opening
+                transport, replies = await opening
         except TimeoutError as error:
             raise ConnectFailed(f"{address}: no connection in {self._timeout_s} s") from error
         except OSError as error:
             raise ConnectFailed(f"{address}: {error.strerror or error}") from error
         if not address.path:
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return replies
+
+    async def _say_hello(self, replies: Replies) -> Link:
+        address = self.address
         hello = Call(lambda number: wire.Hello(number, wire.PROTOCOL, self._token, self._name))
-        welcome = await self._replies.ask(hello, self._timeout_s)
+        welcome = await replies.ask(hello, self._timeout_s)
         if not isinstance(welcome, wire.Welcome):
             raise ProtocolError(f"{address}: answered Hello with {type(welcome).__name__}")
         shared = None
@@ -301,8 +312,9 @@ class Client:
         return Link(welcome, shared, self._verify)
 
     def _disconnect(self) -> None:
-        replies, link, self._replies, self._link = self._replies, self._link, None, None
-        if replies is not None:
+        current, self._current = self._current, None
+        if current is not None:
+            link, replies = current
             replies.hang_up()
-        if link is not None and link.shared is not None:
-            link.shared.close()
+            if link.shared is not None:
+                link.shared.close()

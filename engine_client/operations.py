@@ -7,10 +7,10 @@ sent the outcome; the blocking and the async client drive the same generators, e
 from collections.abc import Sequence
 from typing import Any
 
-from engine_client.steps import Call, Held, Link, OpenSpace, Operation, Work
+from engine_client.steps import Call, Held, Link, OpenSpace, Operation, Work, milliseconds
 from kvstore import wire
 from kvstore.copier import checksum, copy_bytes
-from kvstore.errors import Corrupt, InvalidRequest, NotFound
+from kvstore.errors import Corrupt, InvalidRequest, NotFound, PeerLost
 from kvstore.transport.local import LocalGet, View
 from kvstore.types import BlockKey
 from kvstore.wire import pack_keys, unpack_u64
@@ -84,8 +84,16 @@ def get_rest(
 def _local_get(link: Link, space: OpenSpace, keys: Sequence[BlockKey], targets: Sequence[Any]) -> Work:
     shared = link.shared
     assert shared is not None
+    prefix = _prefix(link, space)
     size = sum(memoryview(target).nbytes for target in targets)
-    return Work(lambda: shared.get_into(space.prefix, keys, targets, verify=link.verify), size)
+    return Work(lambda: shared.get_into(prefix, keys, targets, verify=link.verify), size)
+
+
+def _prefix(link: Link, space: OpenSpace) -> bytes:
+    """Of the names of `space` on the node of `link`. PeerLost when `space` follows another by now."""
+    if space.epoch != link.welcome.epoch:
+        raise PeerLost("the node was started again meanwhile")
+    return space.prefix
 
 
 def map_slabs(link: Link, slab_ids: Sequence[int]) -> Operation[None]:
@@ -144,7 +152,7 @@ def _get_delivered(
                 raise InvalidRequest(f"a block has {size} bytes; its buffer has {len(view)}")
         return [view[:size] for view, size in zip(views, sizes, strict=False)]
 
-    wait_ms = int(wait_s * 1000)
+    wait_ms = milliseconds(wait_s)
     reply = yield Call(
         lambda number: wire.Acquire(number, space.number, pack_keys(keys), 60_000, wait_ms, 0, True),
         targets=places,
@@ -166,7 +174,7 @@ def views(link: Link, space: OpenSpace, keys: Sequence[BlockKey]) -> Operation[l
     if shared is None:
         raise InvalidRequest("views need shared memory: connect over the node's Unix socket")
     while True:
-        found, unmapped = shared.views(space.prefix, keys)
+        found, unmapped = shared.views(_prefix(link, space), keys)
         if unmapped is None:
             return found
         yield from map_slabs(link, [unmapped])
@@ -179,7 +187,7 @@ def acquire(
     shared = link.shared
     if shared is None:
         raise InvalidRequest("a lease needs shared memory: connect over the node's Unix socket")
-    wait_ms, lease_ms = int(wait_s * 1000), int(lease_s * 1000)
+    wait_ms, lease_ms = milliseconds(wait_s), milliseconds(lease_s)
     reply = yield Call(
         lambda number: wire.Acquire(number, space.number, pack_keys(keys), lease_ms, wait_ms, layers),
         wait_s=wait_s,
@@ -201,7 +209,7 @@ def acquire(
 
 def renew(link: Link, held: Held, lease_s: float) -> Operation[None]:
     held.check(link)
-    yield Call(lambda number: wire.Renew(number, held.lease_id, int(lease_s * 1000)))
+    yield Call(lambda number: wire.Renew(number, held.lease_id, milliseconds(lease_s)))
 
 
 def release(link: Link, held: Held) -> Operation[None]:
@@ -239,7 +247,7 @@ def evict(space: OpenSpace, keys: Sequence[BlockKey] | None) -> Operation[wire.E
 def pin(space: OpenSpace, keys: Sequence[BlockKey], *, hard: bool, ttl_s: float) -> Operation[wire.Pinned]:
     """Keep the prefix of `keys` that is here: `hard` never goes, soft goes last; for `ttl_s`."""
     packed = pack_keys(keys)
-    reply: wire.Pinned = yield Call(lambda number: wire.Pin(number, space.number, packed, hard, int(ttl_s * 1000)))
+    reply: wire.Pinned = yield Call(lambda number: wire.Pin(number, space.number, packed, hard, milliseconds(ttl_s)))
     return reply
 
 

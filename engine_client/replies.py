@@ -36,7 +36,7 @@ class Replies(FrameStream):
 
     async def finish(self, number: int, timeout_s: float) -> Any:
         """Wait for the reply, once. As `ask`."""
-        future, call = self._waiting[number]
+        future, call = self._asked(number)
         try:
             async with asyncio.timeout(timeout_s + call.wait_s):
                 reply = await future
@@ -50,11 +50,17 @@ class Replies(FrameStream):
         return reply
 
     def is_answered(self, number: int) -> bool:
-        return self._waiting[number][0].done()
+        return self._asked(number)[0].done()
+
+    def _asked(self, number: int) -> tuple[asyncio.Future[Any], Call]:
+        if number not in self._waiting:
+            raise PeerLost("nobody waits for it any more")
+        return self._waiting[number]
 
     def forget(self, number: int) -> None:
         """Nobody waits for it any more: what it brings is given back, and written nowhere."""
-        future, _ = self._waiting.pop(number)
+        future, _ = self._asked(number)
+        del self._waiting[number]
         if future.done() and not future.cancelled() and future.exception() is None:
             self._refuse(future.result())
         if self._arriving is not None and self._arriving[0] == number:
@@ -125,3 +131,4 @@ class Replies(FrameStream):
         for future, _ in self._waiting.values():
             if not future.done():
                 future.set_exception(self.lost)
+                future.exception()  # looked at: who began it may have failed, and not come back for it

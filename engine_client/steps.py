@@ -14,6 +14,11 @@ from kvstore.types import KEY_BYTES, BlockKey, Placement
 NOT_OPEN = BlockKey(b"")
 
 
+def milliseconds(seconds: float) -> int:
+    """As a request has them: from none to thirty years, which stands for all that is longer."""
+    return int(min(max(seconds, 0.0), 1e9) * 1000)
+
+
 @dataclass(slots=True)
 class Call:
     """Send a request (made with the id that the driver gives) and wait for its reply.

@@ -104,6 +104,10 @@ def put(
     sources = [memoryview(block).cast("B") for block in blocks]
     if len(sources) != len(keys):
         raise InvalidRequest(f"{len(sources)} blocks for {len(keys)} keys")
+    if len(set(keys)) != len(keys) or parent in keys:
+        raise InvalidRequest("a block comes once in a chain")
+    if len(keys) > link.welcome.batch_blocks:
+        raise InvalidRequest(f"{len(keys)} blocks in one put; this node takes {link.welcome.batch_blocks}")
     sizes = [len(source) for source in sources]
     along = PutReport()
     if 0 < sum(sizes) <= SENT_ALONG_BYTES:
@@ -160,10 +164,9 @@ def _put_pieces(
             wanted = [blocks[at] for at in grant.granted]
             reports.append(PutReport.of(grant.placements, grant.slots))
             if reports[-1].refused:  # what follows hangs on what was refused
-                yield from _give_up(link, placing, [], None)
                 rest = sum(piece.stop - piece.start for piece, _ in placing)
                 reports.append(PutReport(refused=rest, over_quota=rest if reports[-1].over_quota else 0))
-                placing.clear()
+                yield from _give_up(link, placing, [], None)
             if wanted:
                 checksums = yield Work(partial(_fill, grant, wanted), sum(map(len, wanted)))
                 committing.append((grant, (yield Begin(_commit_request(grant, checksums)))))
@@ -184,12 +187,14 @@ def _give_up(
     committing: list[tuple[Grant, Any]],
     grant: Grant | None,
 ) -> Operation[None]:
-    """Free what a put that failed still has: what is committed already stays."""
-    for _, ticket in placing:
+    """Free what a put that failed still has, and forget it: what is committed already stays."""
+    while placing:
+        _, ticket = placing.pop(0)
         with suppress(StoreError):
             reply = yield Finish(ticket)
             yield from abort(link, Grant(link, reply.grant_id, (), [], [], remote=False))
-    for begun, ticket in committing:
+    while committing:
+        begun, ticket = committing.pop(0)
         begun.give_back()
         with suppress(StoreError):
             yield Finish(ticket)

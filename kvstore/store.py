@@ -313,7 +313,7 @@ class Store:
         for tenant, name, blocks in self.exports.drain(owner):
             number, part = IDENT_PREFIX.unpack_from(name)
             space = self.catalogue.of_number(number)
-            if space is None or space.tenant.name != tenant:
+            if space is None or space.tenant.name != tenant or part >= space.namespace.parts:
                 continue
             key = part_of(space, BlockKey(name[IDENT_PREFIX.size :]), part)
             replica = self.table.readable(space.spaces[0], key)

@@ -28,6 +28,7 @@ Answer = wire.Message | Awaitable[wire.Message]
 
 WRITES = (wire.Put, wire.Progress, wire.Commit, wire.Abort, wire.Evict, wire.Pin, wire.Unpin)
 ADMIN = (wire.SetTier, wire.Check)
+MOST_WAITING = 32  # acquires of one client; more are answered at once, or its own commits could not be read
 LIST_LIMIT = 10_000
 EVICT_STEP_BLOCKS = 64
 
@@ -41,6 +42,7 @@ class Session:
         self.tenant = tenant
         self.owner = owner
         self.path = path
+        self._waiting = 0
         self._handlers: dict[type[wire.Message], Callable[[Any], Answer]] = {
             wire.Open: self._open,
             wire.Match: self._match,
@@ -124,16 +126,18 @@ class Session:
         space = self._space(request.namespace)
         keys = keys_of(space, request.keys)
         self.store.note_uses(self.owner)
+        is_patient = request.wait_ms > 0 and self._waiting < MOST_WAITING
         lease, blocked = self.store.try_acquire(
             self.owner,
             space,
             keys,
             lease_s=self._lease_s(request),
             layers=request.layers,
-            partly=request.wait_ms <= 0,
+            partly=not is_patient,
         )
-        if blocked is None or request.wait_ms <= 0:
+        if blocked is None or not is_patient:
             return self._acquired(request, lease)
+        self._waiting += 1
         return self._acquire_later(request, space, keys)
 
     def _lease_s(self, request: wire.Acquire) -> float:
@@ -141,14 +145,17 @@ class Session:
         return self.store.limits.lease_max_s if request.deliver else request.lease_ms / 1000
 
     async def _acquire_later(self, request: wire.Acquire, space: OpenNamespace, keys: list[BlockKey]) -> wire.Message:
-        lease = await self.store.acquire(
-            self.owner,
-            space,
-            keys,
-            lease_s=self._lease_s(request),
-            wait_s=request.wait_ms / 1000,
-            layers=request.layers,
-        )
+        try:
+            lease = await self.store.acquire(
+                self.owner,
+                space,
+                keys,
+                lease_s=self._lease_s(request),
+                wait_s=request.wait_ms / 1000,
+                layers=request.layers,
+            )
+        finally:
+            self._waiting -= 1
         return self._acquired(request, lease)
 
     def _acquired(self, request: wire.Acquire, lease: Lease | None) -> wire.Message:

@@ -189,7 +189,7 @@ def test_an_operation_cancelled_at_its_kth_await(node, writer, address, what, ho
         if what != "connect" and number % 2:  # else it connects on the way
             mine = await client.open("model", SPACE)
         else:
-            mine.number, mine.root = space.number, space.root
+            mine.number, mine.root, mine.epoch = space.number, space.root, space.epoch
         buffers = [bytearray(SIZE) for _ in range(BLOCKS)]
         step = Step(OPERATIONS[what](client, mine, buffers), number // 2 + 1, how)
 

@@ -54,9 +54,6 @@ class Space:
     replicas: dict[BlockKey, Replica] = field(default_factory=dict)
     first_child: dict[BlockKey, Replica] = field(default_factory=dict)  # by the parent's key
 
-    def parent_of(self, replica: Replica) -> Replica | None:
-        return None if replica.parent is None else self.replicas.get(replica.parent)
-
     def children_of(self, replica: Replica) -> Iterator[Replica]:
         child = self.first_child.get(replica.key)
         while child is not None:

@@ -85,11 +85,14 @@ class Bench:
         self.source = mapped(RESIDENT_BLOCKS)
         self.target = mapped(BATCH)
         self.big_keys = [BlockKey(os.urandom(16)) for _ in range(RESIDENT_BLOCKS)]
+        self._store_big()
+        self.random = random.Random(1)
+        self._picked = 0
+
+    def _store_big(self) -> None:
         for start in range(0, RESIDENT_BLOCKS, BATCH):
             batch = slice(start, start + BATCH)
             self.verified.put(self.big[self.verified], self.big_keys[batch], self.source.views[batch])
-        self.random = random.Random(1)
-        self._picked = 0
 
     def close(self) -> None:
         for client in (self.verified, self.relaxed, self.tcp):
@@ -192,9 +195,7 @@ class Bench:
         note = "local put of 16 x 1 MiB with checksums into a full node; floor: np.copyto between mapped regions"
         figure = against_floor("put_1m_b16", product, floor, target=0.75, note=note, rounds=150)
         self.verified.evict(space)
-        for start in range(0, RESIDENT_BLOCKS, BATCH):
-            batch = slice(start, start + BATCH)
-            self.verified.put(space, self.big_keys[batch], self.source.views[batch])
+        self._store_big()
         return figure
 
     def put_small(self) -> Figure:

@@ -11,7 +11,6 @@ from kvstore.copier import checksum
 from kvstore.errors import StoreError
 
 LEASE_S = 60.0
-MOST_S = 86_400.0  # that a load may take; a socket's limit has an end
 LEAST_S = 0.001  # for a call whose time is over
 RELEASE_S = 1.0  # for a node that hangs; a connection that is given up releases as well
 
@@ -32,7 +31,7 @@ class DecodeClient:
 
         Never raises a StoreError: a store that fails, hangs or lies is a shorter prefix, perhaps none.
         """
-        until = time.monotonic() + min(deadline_s, MOST_S)
+        until = time.monotonic() + deadline_s
         keys = self._space.keys(tokens)
         if not keys:
             return LoadedPrefix(self._client, None, [], 0, "")

@@ -42,20 +42,19 @@ def _granted(
     slab_ids, offsets = unpack_u64(reply.slab_ids), unpack_u64(reply.offsets)
     if not len(granted) == len(slab_ids) == len(offsets):
         raise ProtocolError(f"{len(granted)} blocks granted, {len(slab_ids)} slots")
+    grant = Grant(link, reply.grant_id, placements, granted, [], remote=link.shared is None)
+    if not grant.grant_id:
+        grant.give_back()
     if link.shared is None:
-        slots = [sources[at] if sources else memoryview(bytearray(sizes[at])) for at in granted]
-        return Grant(link, reply.grant_id, placements, granted, slots, remote=True)
-    grant = Grant(link, reply.grant_id, placements, granted, [], remote=False)
+        grant.slots = [sources[at] if sources else memoryview(bytearray(sizes[at])) for at in granted]
+        return grant
     try:
-        if not all(map(link.shared.is_mapped, slab_ids)):
-            yield from map_slabs(link, slab_ids)
+        yield from map_slabs(link, slab_ids)
         places = zip(slab_ids, offsets, granted, strict=True)
         grant.slots = [link.shared.slot(slab_id, offset, sizes[at]) for slab_id, offset, at in places]
     except BaseException:
         yield from abort(link, grant)
         raise
-    if not grant.grant_id:
-        grant.give_back()
     return grant
 
 

@@ -39,9 +39,8 @@ class Connection(FrameStream):
         self.kind = kind
         self._session: Session | None = None
         self._ticket = b""
-        self._incoming: tuple[wire.Message, Receipt | StoreError] | None = (
-            None  # whose payload comes; or goes to the sink
-        )
+        # Whose payload is coming in, and where it goes; with an error it goes to the sink.
+        self._incoming: tuple[wire.Message, Receipt | StoreError] | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._look: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()

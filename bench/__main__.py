@@ -1,7 +1,8 @@
-"""`python -m bench local [NAME ...] [--json]`: figures of one node on this host, each beside its floor."""
+"""`python -m bench local|tiers|amplification|codec`: figures of one node on this host, each beside its floor."""
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench import local
+from bench import amplification, codec, local, tiers
 from bench.measure import Figure
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
@@ -24,12 +25,12 @@ def bench() -> None:
     """Measure Cairn on this machine. Figures are medians; ratios compare with a floor from the same run."""
 
 
+Names = Annotated[list[str] | None, typer.Argument(help="Only these figures.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
+
+
 @app.command(name="local")
-def local_command(
-    names: Annotated[list[str] | None, typer.Argument(help="Only these figures.")] = None,
-    *,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
-) -> None:
+def local_command(names: Names = None, *, as_json: AsJson = False) -> None:
     """One node and its clients: shared memory, Unix socket, TCP loopback, the table, hashing.
 
     \b
@@ -37,23 +38,59 @@ def local_command(
       python -m bench local
       python -m bench local get_4k put_64k --json
     """
+    _report(local.run(set(names or ())), set(names or ()), as_json=as_json)
+
+
+@app.command(name="tiers")
+def tiers_command(names: Names = None, *, as_json: AsJson = False) -> None:
+    """The NVMe tier on the disk of the current folder: its files, and a node with it beside one without.
+
+    \b
+    Examples:
+      python -m bench tiers
+      python -m bench tiers nvme_read_1m --json
+    """
+    _report(tiers.run(set(names or ())), set(names or ()), as_json=as_json)
+
+
+@app.command(name="amplification")
+def amplification_command(
+    trace: Annotated[Path, typer.Argument(help="JSONL with hash_ids, also .gz; see docs/traces.md.")],
+    *,
+    admission: Annotated[str, typer.Option(help="second_hit or all.")] = "second_hit",
+    as_json: AsJson = False,
+) -> None:
+    """Bytes written to the disk by bytes admitted, over a trace; needs 5 GB of disk and a minute.
+
+    \b
+    Example:
+      python -m bench amplification conversation_trace.jsonl
+    """
+    _report(amplification.run(trace, admission), set(), as_json=as_json)
+
+
+def _report(found: Iterable[Figure], names: set[str], *, as_json: bool) -> None:
+    """Show figures as they come; exit code 2 for a name that there is not."""
     console = Console(stderr=True)
     figures = []
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("measuring")
-        for figure in local.run(set(names or ())):
+        for figure in found:
             progress.update(bar, description=f"{figure.name} {figure.value:.2f} {figure.unit}")
             figures.append(figure)
             if as_json:
                 sys.stdout.write(json.dumps(figure.as_json()) + "\n")
                 sys.stdout.flush()
-    unknown = set(names or ()) - {figure.name for figure in figures}
+    unknown = names - {figure.name for figure in figures}
     if unknown:
         console.print(f"no figure is called {', '.join(sorted(unknown))}")
         raise typer.Exit(2)
     if not as_json:
         Console().print(table(figures))
+
+
+app.command(name="codec")(codec.report)
 
 
 def table(figures: list[Figure]) -> Table:

@@ -23,10 +23,10 @@ class RunningNode:
 
 
 @contextmanager
-def running_node(run_dir: Path, capacity: str = "768MiB") -> Iterator[RunningNode]:
+def running_node(run_dir: Path, capacity: str = "768MiB", *more: str) -> Iterator[RunningNode]:
     """Start a node, wait until all of its memory is ready, and stop it at the end."""
     options = [f"--node.run_dir={run_dir}", f"--tiers.dram.capacity={capacity}", "--rest.listen="]
-    options += ["--node.tcp_listen=127.0.0.1:0", "--log.level=warning", "--json"]
+    options += ["--node.tcp_listen=127.0.0.1:0", "--log.level=warning", "--json", *more]
     process = subprocess.Popen(
         [sys.executable, "-m", "server.cli", "node", *options], stdout=subprocess.PIPE, text=True
     )

@@ -10,7 +10,7 @@ import xxhash
 
 from bench.measure import Figure, latency
 from kvstore.prefix import Namespace, chain
-from kvstore.table import BlockTable, Space
+from kvstore.table import BlockTable, Space, TierShape
 from kvstore.types import DRAM, BlockKey, Cause
 
 BLOCK_BYTES = 512
@@ -66,7 +66,7 @@ def table_memory(blocks: int = 1_000_000) -> Figure:
 
 
 def _empty_table(blocks: int) -> tuple[BlockTable, Space]:
-    table = BlockTable({DRAM: SLAB_BYTES})
+    table = BlockTable({DRAM: TierShape(SLAB_BYTES)})
     for _ in range(-(-blocks * BLOCK_BYTES // SLAB_BYTES) + 1):
         table.tiers[DRAM].pool.grow()
     return table, table.space("bench", 1, DRAM)

@@ -20,8 +20,22 @@ from typing import Any, TypeVar
 
 from engine_client import operations, writes
 from engine_client.address import Address, open_stream, parse_address, tls_context
+from engine_client.operating import Operating
 from engine_client.retry import REPLY_BYTES, Retry
-from engine_client.steps import Begin, Call, Finish, Grant, Held, Link, Loan, OpenSpace, Operation, PutReport, Work
+from engine_client.steps import (
+    Begin,
+    Call,
+    Finish,
+    Grant,
+    Held,
+    Link,
+    Loan,
+    OpenSpace,
+    Operation,
+    Patience,
+    PutReport,
+    Work,
+)
 from kvstore import wire
 from kvstore.errors import (
     DeadlineExceeded,
@@ -40,7 +54,7 @@ LOOK_S = 0.05  # between two looks at the connection by calls that need nothing 
 LEAST_S, MOST_S = 0.001, 86_400.0  # a socket's limit is above 0, and a lock's below 300 years
 
 
-class BlockingClient:
+class BlockingClient(Operating):
     """Methods raise errors of kvstore.errors, each within `timeout_s` plus what the node was asked to wait.
 
     Args:
@@ -116,16 +130,20 @@ class BlockingClient:
         targets: Sequence[Any],
         *,
         wait_s: float = 0.0,
+        load_s: float | None = None,
+        tokens_per_s: float = 0.0,
         within_s: float | None = None,
     ) -> int:
         """Copy blocks of a chain into writable buffers, from the first; how many of them are in place.
 
-        The rest is not here, damaged, or is being written and did not come within `wait_s`. Buffers beyond may
-        be scribbled on. `within_s` bounds the whole call: DeadlineExceeded.
+        The rest is not here, damaged, or did not come in time: see `Patience`; without `load_s`, loads may take half
+        of the client's time limit. Buffers beyond may be scribbled on. `within_s` bounds the whole call:
+        DeadlineExceeded.
         """
         if len(targets) != len(keys):
             raise InvalidRequest(f"{len(targets)} buffers for {len(keys)} keys")
         local = None
+        patience = self._patience(wait_s, load_s, tokens_per_s)
         prefix, shared = space.prefix, self._shared(space)
         if shared is not None:
             local = shared.get_into(prefix, keys, targets, verify=self._verify)
@@ -134,13 +152,14 @@ class BlockingClient:
 
         def rest(link: Link) -> Operation[int]:
             so_far = local if link.shared is shared else None  # else the node was restarted meanwhile
-            return operations.get_rest(link, space, keys, targets, wait_s, so_far)
+            return operations.get_rest(link, space, keys, targets, patience, so_far)
 
-        return self._drive(rest, within_s, wait_s)
+        return self._drive(rest, within_s, max(wait_s, load_s or 0.0))
 
     def get_bytes(self, space: OpenSpace, key: BlockKey) -> bytes:
         """One block as fresh bytes. Raises NotFound, Corrupt."""
-        return self._drive(lambda link: operations.get_bytes(link, space, key))
+        patience = self._patience(0.0, None, 0.0)
+        return self._drive(lambda link: operations.get_bytes(link, space, key, patience))
 
     def views(self, space: OpenSpace, keys: Sequence[BlockKey]) -> list[View]:
         """Blocks in place without a lease: use them, then ask each whether it `is_valid()`."""
@@ -153,17 +172,20 @@ class BlockingClient:
         *,
         lease_s: float,
         wait_s: float = 0.0,
+        load_s: float | None = None,
+        tokens_per_s: float = 0.0,
         layers: int = 0,
         within_s: float | None = None,
     ) -> Held | None:
-        """Hold the longest prefix that is here or comes within `wait_s`, in place. Shared memory only.
+        """Hold the longest prefix that is here or comes in time (see `get`), in place. Shared memory only.
 
         With `layers` a block that is being written counts as soon as that many layers of it are in place.
         """
+        patience = self._patience(wait_s, load_s, tokens_per_s)
         return self._drive(
-            lambda link: operations.acquire(link, space, keys, lease_s=lease_s, wait_s=wait_s, layers=layers),
+            lambda link: operations.acquire(link, space, keys, lease_s=lease_s, patience=patience, layers=layers),
             within_s,
-            wait_s,
+            max(wait_s, load_s or 0.0),
         )
 
     def renew(self, held: Held, lease_s: float) -> None:
@@ -208,45 +230,14 @@ class BlockingClient:
         """These blocks were damaged here: the node looks itself, and drops those that are; how many."""
         return self._drive(lambda _: operations.report(space, keys), within_s)
 
-    def evict(self, space: OpenSpace, keys: Sequence[BlockKey] | None = None) -> wire.Evicted:
-        """Delete blocks, or all of the namespace."""
-        return self._drive(lambda _: operations.evict(space, keys))
-
-    def pin(self, space: OpenSpace, keys: Sequence[BlockKey], *, hard: bool, ttl_s: float) -> wire.Pinned:
-        """Keep the prefix of `keys` that is here: `hard` never goes, soft goes last."""
-        return self._drive(lambda _: operations.pin(space, keys, hard=hard, ttl_s=ttl_s))
-
-    def unpin(self, pin_id: int) -> None:
-        self._drive(lambda _: operations.unpin(pin_id))
-
-    def explain(self, space: OpenSpace, keys: Sequence[BlockKey], tokens: bytes = b"") -> list[dict[str, Any]]:
-        """Why each block hits or misses; with the prompt's tokens (u32) other namespaces are looked at too."""
-        return self._drive(lambda _: operations.explain(space, keys, tokens))
-
-    def list_blocks(self, space: OpenSpace, after: BlockKey | None = None, limit: int = 1000) -> wire.Listed:
-        """Blocks of a namespace, from the one after `after` on."""
-        return self._drive(lambda _: operations.list_blocks(space, after, limit))
-
-    def stat(self) -> dict[str, Any]:
-        """What the node says of itself."""
-        return self._drive(lambda _: operations.stat())
-
-    def set_tier(
-        self,
-        tier: str,
-        *,
-        capacity_bytes: int | None = None,
-        high_watermark: float | None = None,
-        low_watermark: float | None = None,
-    ) -> None:
-        """Change a tier while it serves. Needs an admin."""
-        self._drive(lambda _: operations.set_tier(tier, capacity_bytes, high_watermark, low_watermark))
-
-    def check(self) -> list[str]:
-        """Fsck of the live node. Needs an admin."""
-        return self._drive(lambda _: operations.check())
+    def run(self, begin: Callable[[Link], Operation[Result]], wait_s: float = 0.0) -> Result:
+        """Any other operation of engine_client.operations; the node may take `wait_s` on purpose."""
+        return self._drive(begin, None, wait_s)
 
     # Driving.
+
+    def _patience(self, wait_s: float, load_s: float | None, tokens_per_s: float) -> Patience:
+        return Patience(wait_s, self._timeout_s / 2 if load_s is None else load_s, tokens_per_s)
 
     def _drive(
         self, begin: Callable[[Link], Operation[Result]], within_s: float | None = None, wait_s: float = 0.0

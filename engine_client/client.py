@@ -19,7 +19,20 @@ from engine_client import operations, writes
 from engine_client.address import Address, parse_address, tls_context
 from engine_client.replies import Replies
 from engine_client.retry import Retry
-from engine_client.steps import Begin, Call, Finish, Grant, Held, Link, OpenSpace, Operation, PutReport, Step, Work
+from engine_client.steps import (
+    Begin,
+    Call,
+    Finish,
+    Grant,
+    Held,
+    Link,
+    OpenSpace,
+    Operation,
+    Patience,
+    PutReport,
+    Step,
+    Work,
+)
 from kvstore import wire
 from kvstore.copier import Copier
 from kvstore.errors import (
@@ -100,15 +113,29 @@ class Client:
         """How many blocks of a chain the node has, from the first. Nothing is held."""
         return await self._drive(lambda link: operations.match(link, space, keys))
 
-    async def get(self, space: OpenSpace, keys: Sequence[BlockKey], targets: Sequence[Any], wait_s: float = 0.0) -> int:
-        """Copy blocks of a chain into writable buffers, from the first; how many of them are in place."""
+    async def get(
+        self,
+        space: OpenSpace,
+        keys: Sequence[BlockKey],
+        targets: Sequence[Any],
+        *,
+        wait_s: float = 0.0,
+        load_s: float | None = None,
+        tokens_per_s: float = 0.0,
+    ) -> int:
+        """Copy blocks of a chain into writable buffers, from the first; how many of them are in place.
+
+        See `Patience`; without `load_s`, loads may take half of the client's time limit.
+        """
         if len(targets) != len(keys):
             raise InvalidRequest(f"{len(targets)} buffers for {len(keys)} keys")
-        return await self._drive(lambda link: operations.get_rest(link, space, keys, targets, wait_s, None))
+        patience = self._patience(wait_s, load_s, tokens_per_s)
+        return await self._drive(lambda link: operations.get_rest(link, space, keys, targets, patience, None))
 
     async def get_bytes(self, space: OpenSpace, key: BlockKey) -> bytes:
         """One block as fresh bytes. Raises NotFound, Corrupt."""
-        return await self._drive(lambda link: operations.get_bytes(link, space, key))
+        patience = self._patience(0.0, None, 0.0)
+        return await self._drive(lambda link: operations.get_bytes(link, space, key, patience))
 
     async def views(self, space: OpenSpace, keys: Sequence[BlockKey]) -> list[View]:
         """Blocks in place without a lease: use them, then ask each whether it `is_valid()`."""
@@ -121,11 +148,14 @@ class Client:
         *,
         lease_s: float,
         wait_s: float = 0.0,
+        load_s: float | None = None,
+        tokens_per_s: float = 0.0,
         layers: int = 0,
     ) -> Held | None:
-        """Hold the longest prefix that is here or comes within `wait_s`, in place. Shared memory only."""
+        """Hold the longest prefix that is here or comes in time (see `get`), in place. Shared memory only."""
+        patience = self._patience(wait_s, load_s, tokens_per_s)
         return await self._drive(
-            lambda link: operations.acquire(link, space, keys, lease_s=lease_s, wait_s=wait_s, layers=layers)
+            lambda link: operations.acquire(link, space, keys, lease_s=lease_s, patience=patience, layers=layers)
         )
 
     async def renew(self, held: Held, lease_s: float) -> None:
@@ -164,9 +194,21 @@ class Client:
         """This client will not write into the slots any more. Idempotent."""
         await self._drive(lambda link: writes.abort(link, grant))
 
-    async def evict(self, space: OpenSpace, keys: Sequence[BlockKey] | None = None) -> wire.Evicted:
-        """Delete blocks, or all of the namespace."""
-        return await self._drive(lambda _: operations.evict(space, keys))
+    async def evict(
+        self, space: OpenSpace, keys: Sequence[BlockKey] | None = None, tier: str = ""
+    ) -> wire.Evicted:
+        """Delete blocks, or all of the namespace; from one tier only if it is named."""
+        return await self._drive(lambda _: operations.evict(space, keys, tier))
+
+    async def promote(self, space: OpenSpace, keys: Sequence[BlockKey], load_s: float = 30.0) -> int:
+        """Begin to load what of these blocks lower tiers have, ahead of need; how many are on their way."""
+        return await self._drive(lambda _: operations.promote(space, keys, load_s))
+
+    async def demote(
+        self, space: OpenSpace, keys: Sequence[BlockKey] | None = None, tier: str = "nvme", *, evict: bool = False
+    ) -> wire.Demoted:
+        """Write blocks, or all of the namespace, into a lower tier; with `evict` they leave DRAM then."""
+        return await self._drive(lambda _: operations.demote(space, keys, tier, evict=evict))
 
     async def pin(self, space: OpenSpace, keys: Sequence[BlockKey], *, hard: bool, ttl_s: float) -> wire.Pinned:
         """Keep the prefix of `keys` that is here: `hard` never goes, soft goes last."""
@@ -186,6 +228,9 @@ class Client:
     async def stat(self) -> dict[str, Any]:
         """What the node says of itself."""
         return await self._drive(lambda _: operations.stat())
+
+    def _patience(self, wait_s: float, load_s: float | None, tokens_per_s: float) -> Patience:
+        return Patience(wait_s, self._timeout_s / 2 if load_s is None else load_s, tokens_per_s)
 
     # Driving.
 

@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from engine_client.blocking import BlockingClient
+from engine_client.codec import Codec, check_namespace
 from engine_client.steps import Held, OpenSpace
 from kvstore.copier import checksum
 from kvstore.errors import StoreError
@@ -18,12 +19,18 @@ RELEASE_S = 1.0  # for a node that hangs; a connection that is given up releases
 class DecodeClient:
     """Loads blocks of one namespace (and of this worker's part of it) through `client`.
 
-    `verify` compares each block with its checksum before the engine sees it.
+    `verify` compares each block with its checksum before the engine sees it. Blocks come as they are stored: encoded
+    by `codec`, which the engine decodes layer by layer. Raises ValueError when the namespace is of another one.
     """
 
-    def __init__(self, client: BlockingClient, space: OpenSpace, *, verify: bool = True) -> None:
+    def __init__(
+        self, client: BlockingClient, space: OpenSpace, *, verify: bool = True, codec: Codec | None = None
+    ) -> None:
+        check_namespace(space.namespace, codec)
+        self._most_bytes = codec.most_bytes if codec is not None else space.namespace.block_bytes
         self._client = client
         self._space = space
+        self.form = (space.namespace.codec, space.namespace.compaction)
         self._verify = verify
 
     def load(self, tokens: Any, deadline_s: float) -> "LoadedPrefix":
@@ -62,11 +69,10 @@ class DecodeClient:
         return loaded
 
     def _copied(self, keys: Sequence[Any], until: float) -> "LoadedPrefix":
-        size = self._space.namespace.block_bytes
         present = self._client.match(self._space, keys, within_s=max(until - time.monotonic(), LEAST_S))
         left_s = max(until - time.monotonic(), LEAST_S)
         wanted = keys[: max(present, 1)]
-        buffers = [bytearray(size) for _ in wanted]
+        buffers = [bytearray(self._most_bytes) for _ in wanted]
         got = self._client.get(self._space, wanted, buffers, wait_s=0.9 * left_s, within_s=left_s)
         blocks = [memoryview(buffer) for buffer in buffers[:got]]
         return LoadedPrefix(self._client, None, blocks, got * self._space.namespace.block_tokens, "")

@@ -17,7 +17,7 @@ numpy does not know (bfloat16, float8) are copied like all others. Copies releas
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NotRequired, Protocol, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,6 +117,10 @@ class KvLayout:
             raise ValueError(f"layer {layer} is not in [0, {self.layers})")
         return layer * self.layer_bytes, (layer + 1) * self.layer_bytes
 
+    def one_layer(self) -> "KvLayout":
+        """The layout of a single layer of this part, with its heads: of `layer_bytes` bytes."""
+        return replace(self, layers=1, layer_parts=1, first_layer=0)
+
     def split(self, *, layer_parts: int = 1, head_parts: int = 1) -> tuple["KvLayout", ...]:
         """The layouts of the parts of a whole block, by part number: by stage, then by head range.
 
@@ -169,13 +173,34 @@ class NamespaceFields(TypedDict):
     parts: int
     layers: int
     block_bytes: int
+    codec: NotRequired[str]
+    compaction: NotRequired[str]
+
+
+class Encoding(Protocol):
+    """What a namespace says of the codec of its blocks; see engine_client.codec."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def block_bytes(self) -> int: ...
 
 
 def namespace_fields(
-    layout: KvLayout, *, model: str, revision: str = "", weights_epoch: int = 0, adapter: str = ""
+    layout: KvLayout,
+    *,
+    model: str,
+    revision: str = "",
+    weights_epoch: int = 0,
+    adapter: str = "",
+    codec: Encoding | None = None,
+    compaction: str = "",
 ) -> NamespaceFields:
-    """The fields of the namespace in which blocks of this layout, of this model's weights, are equal."""
-    return NamespaceFields(
+    """The fields of the namespace in which blocks of this layout, of this model's weights, are equal.
+
+    With a codec, and with what was left out of the cache that they were computed with (`compaction`), they are others.
+    """
+    fields = NamespaceFields(
         model=model,
         revision=revision,
         weights_epoch=weights_epoch,
@@ -185,8 +210,13 @@ def namespace_fields(
         adapter=adapter,
         parts=layout.parts,
         layers=layout.layers,
-        block_bytes=layout.block_bytes,
+        block_bytes=layout.block_bytes if codec is None else codec.block_bytes,
     )
+    if codec is not None and codec.name != "none":
+        fields["codec"] = codec.name
+    if compaction:
+        fields["compaction"] = compaction
+    return fields
 
 
 def pack_layer(

@@ -7,13 +7,16 @@ sent the outcome; the blocking and the async client drive the same generators, e
 from collections.abc import Sequence
 from typing import Any
 
-from engine_client.steps import Call, Held, Link, OpenSpace, Operation, Work, milliseconds
+from engine_client.steps import Call, Held, HeldOnDevice, Link, OpenSpace, Operation, Patience, Work, milliseconds
 from kvstore import wire
 from kvstore.copier import checksum, copy_bytes
 from kvstore.errors import Corrupt, InvalidRequest, NotFound, PeerLost
+from kvstore.packed import pack_keys, unpack_u64
+from kvstore.region import Region
 from kvstore.transport.local import LocalGet, View
-from kvstore.types import BlockKey
-from kvstore.wire import pack_keys, unpack_u64
+from kvstore.types import HBM, BlockKey
+
+SLOW_S = 3600.0  # what moves a whole tier may take that long
 
 
 def open_space(link: Link, space: OpenSpace) -> Operation[OpenSpace]:
@@ -54,7 +57,7 @@ def get_rest(
     space: OpenSpace,
     keys: Sequence[BlockKey],
     targets: Sequence[Any],
-    wait_s: float,
+    patience: Patience,
     local: LocalGet | None,
 ) -> Operation[int]:
     """Go on with a get where shared memory alone could not: map slabs, ask the node, report damage.
@@ -70,14 +73,14 @@ def get_rest(
         elif local.damaged:
             yield from report(space, [keys[done]])
             return done
-        elif wait_s <= 0 and link.shared.reader.is_complete:
+        elif patience.wait_s <= 0 and link.shared.reader.is_complete:
             return done
         else:
-            return done + (yield from _get_held(link, space, keys[done:], targets[done:], wait_s))
+            return done + (yield from _get_held(link, space, keys[done:], targets[done:], patience))
         local = yield _local_get(link, space, keys[done:], targets[done:])
         done += local.blocks
     if done < len(keys):
-        done += yield from _get_delivered(link, space, keys[done:], targets[done:], wait_s)
+        done += yield from _get_delivered(link, space, keys[done:], targets[done:], patience)
     return done
 
 
@@ -111,10 +114,10 @@ def map_slabs(link: Link, slab_ids: Sequence[int]) -> Operation[None]:
 
 
 def _get_held(
-    link: Link, space: OpenSpace, keys: Sequence[BlockKey], targets: Sequence[Any], wait_s: float
+    link: Link, space: OpenSpace, keys: Sequence[BlockKey], targets: Sequence[Any], patience: Patience
 ) -> Operation[int]:
     """Get blocks that the index does not offer (yet): hold them, copy, verify, let go."""
-    held = yield from acquire(link, space, keys, lease_s=60.0, wait_s=wait_s, layers=0)
+    held = yield from acquire(link, space, keys, lease_s=60.0, patience=patience, layers=0)
     if held is None:
         return 0
     try:
@@ -140,7 +143,7 @@ def _copy_held(held: Held, targets: Sequence[Any], *, verify: bool) -> int:
 
 
 def _get_delivered(
-    link: Link, space: OpenSpace, keys: Sequence[BlockKey], targets: Sequence[Any], wait_s: float
+    link: Link, space: OpenSpace, keys: Sequence[BlockKey], targets: Sequence[Any], patience: Patience
 ) -> Operation[int]:
     """Get blocks over the connection, received straight into `targets` and always verified."""
     views = [memoryview(target).cast("B") for target in targets]
@@ -152,11 +155,10 @@ def _get_delivered(
                 raise InvalidRequest(f"a block has {size} bytes; its buffer has {len(view)}")
         return [view[:size] for view, size in zip(views, sizes, strict=False)]
 
-    wait_ms = milliseconds(wait_s)
     reply = yield Call(
-        lambda number: wire.Acquire(number, space.number, pack_keys(keys), 60_000, wait_ms, 0, True),
+        lambda number: _acquire_request(number, space, keys, 60.0, patience, deliver=True),
         targets=places,
-        wait_s=wait_s,
+        wait_s=patience.longest_s,
     )
     blocks = places(reply)
     expected = unpack_u64(reply.checksums)
@@ -181,16 +183,15 @@ def views(link: Link, space: OpenSpace, keys: Sequence[BlockKey]) -> Operation[l
 
 
 def acquire(
-    link: Link, space: OpenSpace, keys: Sequence[BlockKey], *, lease_s: float, wait_s: float, layers: int
+    link: Link, space: OpenSpace, keys: Sequence[BlockKey], *, lease_s: float, patience: Patience, layers: int
 ) -> Operation[Held | None]:
-    """Hold the longest prefix that is here or comes within `wait_s`, in place. Shared memory only."""
+    """Hold the longest prefix that is here or comes in time, in place. Shared memory only."""
     shared = link.shared
     if shared is None:
         raise InvalidRequest("a lease needs shared memory: connect over the node's Unix socket")
-    wait_ms, lease_ms = milliseconds(wait_s), milliseconds(lease_s)
     reply = yield Call(
-        lambda number: wire.Acquire(number, space.number, pack_keys(keys), lease_ms, wait_ms, layers),
-        wait_s=wait_s,
+        lambda number: _acquire_request(number, space, keys, lease_s, patience, layers=layers),
+        wait_s=patience.longest_s,
     )
     if not reply.lease_id:
         return None
@@ -207,6 +208,48 @@ def acquire(
     return held
 
 
+def acquire_on_device(
+    link: Link, space: OpenSpace, keys: Sequence[BlockKey], *, lease_s: float, patience: Patience
+) -> Operation[HeldOnDevice | None]:
+    """Hold the longest prefix that is in HBM or can be brought there in time. Its slabs are not mapped yet."""
+    reply = yield Call(
+        lambda number: _acquire_request(number, space, keys, lease_s, patience, tier=HBM), wait_s=patience.longest_s
+    )
+    if not reply.lease_id:
+        return None
+    columns = map(unpack_u64, (reply.slab_ids, reply.offsets, reply.sizes))
+    places = tuple(zip(*columns, strict=True))
+    checksums, layers = unpack_u64(reply.checksums), unpack_u64(reply.layers)
+    lease_given_s = reply.lease_ms / 1000
+    return HeldOnDevice(link, reply.lease_id, lease_given_s, [], checksums, layers, places=places, ready=reply.event)
+
+
+def device_slabs(link: Link, held: HeldOnDevice, slab_ids: Sequence[int]) -> Operation[list[Region | bytes]]:
+    """That from which to map slabs that held blocks lie in; see `SharedMemory.device_slabs`."""
+    held.check(link)
+    shared = link.shared
+    if shared is None:
+        raise InvalidRequest("HBM is shared on a host: connect over the node's Unix socket")
+    slabs: list[Region | bytes] = yield Work(lambda: shared.device_slabs(slab_ids), -1)
+    return slabs
+
+
+def _acquire_request(number: int, space: OpenSpace, keys: Sequence[BlockKey], lease_s: float, patience: Patience,
+                     *, layers: int = 0, deliver: bool = False, tier: str = "") -> wire.Acquire:  # fmt: skip
+    return wire.Acquire(
+        number,
+        space.number,
+        pack_keys(keys),
+        milliseconds(lease_s),
+        milliseconds(patience.wait_s),
+        layers,
+        deliver,
+        milliseconds(patience.load_s),
+        patience.tokens_per_s,
+        tier,
+    )
+
+
 def renew(link: Link, held: Held, lease_s: float) -> Operation[None]:
     held.check(link)
     yield Call(lambda number: wire.Renew(number, held.lease_id, milliseconds(lease_s)))
@@ -216,7 +259,7 @@ def release(link: Link, held: Held) -> Operation[None]:
     """Nothing is left to release on a connection that is lost."""
     held.give_back()
     if held.link is link:
-        yield Call(lambda number: wire.Release(number, held.lease_id))
+        yield Call(lambda number: wire.Release(number, held.lease_id, held.last_use))
 
 
 def report(space: OpenSpace, keys: Sequence[BlockKey]) -> Operation[int]:
@@ -225,22 +268,44 @@ def report(space: OpenSpace, keys: Sequence[BlockKey]) -> Operation[int]:
     return int(reply.corrupt)
 
 
-def get_bytes(link: Link, space: OpenSpace, key: BlockKey) -> Operation[bytes]:
+def get_bytes(link: Link, space: OpenSpace, key: BlockKey, patience: Patience) -> Operation[bytes]:
     """One block as fresh bytes. NotFound when it is not here, Corrupt when it is damaged."""
     rows = yield from explain(space, [key], b"")
     if not rows[0]["hit"]:
         raise NotFound(f"block {key.hex()}: {rows[0]['reason']}")
     target = bytearray(rows[0]["bytes"])
-    blocks = yield from get_rest(link, space, [key], [target], 0.0, None)
+    blocks = yield from get_rest(link, space, [key], [target], patience, None)
     if not blocks:
         raise Corrupt(f"block {key.hex()} went or was damaged while it was read")
     return bytes(target)
 
 
-def evict(space: OpenSpace, keys: Sequence[BlockKey] | None) -> Operation[wire.Evicted]:
-    """Delete blocks, or all of the namespace for None."""
+def evict(space: OpenSpace, keys: Sequence[BlockKey] | None, tier: str) -> Operation[wire.Evicted]:
+    """Delete blocks, or all of the namespace for None; from one tier only if it is named."""
     packed = pack_keys(keys or ())
-    reply: wire.Evicted = yield Call(lambda number: wire.Evict(number, space.number, packed, keys is None))
+    reply: wire.Evicted = yield Call(lambda number: wire.Evict(number, space.number, packed, keys is None, tier))
+    return reply
+
+
+def promote(space: OpenSpace, keys: Sequence[BlockKey], load_s: float) -> Operation[int]:
+    """Begin to load what of these blocks lower tiers have; how many are on their way."""
+    packed = pack_keys(keys)
+    reply = yield Call(lambda number: wire.Promote(number, space.number, packed, milliseconds(load_s)))
+    return int(reply.loading)
+
+
+def demote(space: OpenSpace, keys: Sequence[BlockKey] | None, tier: str, *, evict: bool) -> Operation[wire.Demoted]:
+    """Write blocks, or all of the namespace for None, into a lower tier; with `evict` they leave DRAM then."""
+    packed = pack_keys(keys or ())
+    reply: wire.Demoted = yield Call(
+        lambda number: wire.Demote(number, space.number, packed, keys is None, tier, evict), wait_s=SLOW_S
+    )
+    return reply
+
+
+def drain(tier: str) -> Operation[wire.Drained]:
+    """Empty a tier into the next lower one."""
+    reply: wire.Drained = yield Call(lambda number: wire.Drain(number, tier), wait_s=SLOW_S)
     return reply
 
 

@@ -1,18 +1,21 @@
 """The prefill side: puts a prompt's blocks into the store layer by layer, while the engine computes the next layer.
 
 The engine says which layer of which blocks is computed; a thread of the client's own asks for slots, copies the
-layer straight into them, tells the node how far it is, and commits blocks whose last layer is in place.
+layer straight into them, tells the node how far it is, and commits blocks whose last layer is in place. Where a
+codec leaves the size of a block open, its layers are gathered here, and slots are asked for when the last is encoded.
 """
 
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from engine_client.blocking import BlockingClient
+from engine_client.codec import Codec, check_namespace
 from engine_client.steps import Grant, OpenSpace
+from kvstore.copier import copy_bytes
 from kvstore.errors import StoreError
 
 QUEUED_LAYERS = 256  # that may wait to be copied; the engine waits beyond
@@ -33,12 +36,16 @@ class Stored:
 class PrefillClient:
     """Streams blocks of one namespace (and of this worker's part of it) through `client`.
 
-    A store that fails or is full costs the engine nothing but the blocks: the stream goes quiet.
+    A store that fails or is full costs the engine nothing but the blocks: the stream goes quiet. `codec` is the one
+    that the engine writes with. Raises ValueError when the namespace is of another one.
     """
 
-    def __init__(self, client: BlockingClient, space: OpenSpace) -> None:
+    def __init__(self, client: BlockingClient, space: OpenSpace, *, codec: Codec | None = None) -> None:
+        check_namespace(space.namespace, codec)
+        self._codec = codec
         self._client = client
         self._space = space
+        self.form = (space.namespace.codec, space.namespace.compaction)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cairn-prefill")
 
     def begin(self, tokens: Any) -> "PrefillStream":
@@ -47,8 +54,11 @@ class PrefillClient:
         try:
             present = self._client.match(self._space, keys, within_s=BEGIN_S)
         except StoreError as error:
-            return PrefillStream(self._client, self._space, self._thread, [], range(0), f"begin: {error}")
-        return PrefillStream(self._client, self._space, self._thread, keys, range(present, len(keys)), "")
+            return self._stream([], range(0), f"begin: {error}")
+        return self._stream(keys, range(present, len(keys)), "")
+
+    def _stream(self, keys: Sequence[Any], wanted: range, failure: str) -> "PrefillStream":
+        return PrefillStream(self._client, self._space, self._thread, keys, wanted, failure, codec=self._codec)
 
     def close(self) -> None:
         """Wait for what is under way. The BlockingClient is the caller's."""
@@ -61,8 +71,9 @@ class _Run:
 
     first: int
     stop: int
-    grant: Grant
-    positions: list[int] = field(default_factory=list)  # in the prompt, of the granted slots
+    slots: list[memoryview]  # to write into: the grant's, or where sizes are open, memory of this process
+    positions: list[int]  # in the prompt, of the slots
+    grant: Grant | None = None
 
 
 class PrefillStream:
@@ -76,8 +87,11 @@ class PrefillStream:
         keys: Sequence[Any],
         wanted: range,
         failure: str,
+        *,
+        codec: Codec | None = None,
     ) -> None:
         self.wanted: Sequence[int] = wanted
+        self._codec = codec
         self._client = client
         self._space = space
         self._thread = thread
@@ -126,10 +140,10 @@ class PrefillStream:
                 return
             run = self._runs.get(first)
             if run is None:
-                run = self._place(first, stop)
+                run = self._begin(first, stop)
             if run.positions:
-                write(run.grant.slots, run.positions)
-                if layer + 1 < self._space.namespace.layers:
+                write(run.slots, run.positions)
+                if layer + 1 < self._space.namespace.layers and run.grant is not None:
                     self._client.progress(run.grant, layer + 1)
             if layer + 1 == self._space.namespace.layers:
                 self._commit(run)
@@ -141,15 +155,28 @@ class PrefillStream:
         finally:
             self._slots.release()
 
-    def _place(self, first: int, stop: int) -> _Run:
+    def _begin(self, first: int, stop: int) -> _Run:
         size = self._space.namespace.block_bytes
-        parent = self._keys[first - 1] if first else None
-        grant = self._client.place(self._space, self._keys[first:stop], [size] * (stop - first), parent)
-        run = _Run(first, stop, grant, [first + at for at in grant.granted])
+        if size == 0 and self._codec is not None:
+            slots = [memoryview(bytearray(self._codec.most_bytes)) for _ in range(first, stop)]
+            run = _Run(first, stop, slots, [*range(first, stop)])
+        else:
+            grant = self._place(first, stop, [size] * (stop - first))
+            run = _Run(first, stop, grant.slots, [first + at for at in grant.granted], grant)
         self._runs[first] = run
         return run
 
+    def _place(self, first: int, stop: int, sizes: Sequence[int]) -> Grant:
+        parent = self._keys[first - 1] if first else None
+        return self._client.place(self._space, self._keys[first:stop], sizes, parent)
+
     def _commit(self, run: _Run) -> None:
+        if run.grant is None:
+            assert self._codec is not None
+            encoded = [slot[: self._codec.size_of(slot)] for slot in run.slots]
+            run.grant = self._place(run.first, run.stop, [block.nbytes for block in encoded])
+            for slot, at in zip(run.grant.slots, run.grant.granted, strict=True):
+                copy_bytes(slot, encoded[at])
         report = self._client.commit(run.grant)
         del self._runs[run.first]
         self._blocks += report.stored
@@ -169,8 +196,8 @@ class PrefillStream:
 
     def _give_up(self) -> None:
         runs, self._runs = self._runs, {}
-        for run in runs.values():
+        for grant in (run.grant for run in runs.values() if run.grant is not None):
             try:
-                self._client.abort(run.grant)
+                self._client.abort(grant)
             except StoreError as error:  # the session is gone then, and the node has freed its slots
                 self._failure = self._failure or f"{error.code}: {error}"

@@ -55,6 +55,22 @@ class Work:
     size: int
 
 
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a reader waits, in seconds: for blocks that somebody is writing, and for those of lower tiers.
+
+    A load that takes longer than computing the blocks at `tokens_per_s` (0: not known) is not begun.
+    """
+
+    wait_s: float
+    load_s: float
+    tokens_per_s: float = 0.0
+
+    @property
+    def longest_s(self) -> float:
+        return max(self.wait_s, self.load_s)
+
+
 Result = TypeVar("Result")
 Step = Call | Begin | Finish | Work
 Operation = Generator[Step, Any, Result]
@@ -184,3 +200,12 @@ class Held(Loan):
     blocks: list[memoryview]
     checksums: tuple[int, ...]
     layers: tuple[int, ...]  # in place, from the first; fewer than all in a block that is being written
+    last_use: bytes = b""  # handle of an event after it, for the node to wait for; of blocks on a GPU
+
+
+@dataclass(slots=True, eq=False)
+class HeldOnDevice(Held):
+    """Blocks in HBM. `places` are (slab id, offset, bytes); `ready` is an event to wait for before they are read."""
+
+    places: tuple[tuple[int, int, int], ...] = ()
+    ready: bytes = b""

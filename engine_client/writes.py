@@ -10,8 +10,8 @@ from engine_client.steps import Begin, Call, Finish, Grant, Link, OpenSpace, Ope
 from kvstore import wire
 from kvstore.copier import address_of, checksum, copy_hashed
 from kvstore.errors import InvalidRequest, ProtocolError, StaleLease, StoreError
+from kvstore.packed import pack_keys, pack_u64, unpack_u64
 from kvstore.types import BlockKey, Placement
-from kvstore.wire import pack_keys, pack_u64, unpack_u64
 
 SENT_ALONG_BYTES = 256 << 10
 PIECED_BYTES = 4 << 20  # from here on a put is cut in pieces, so that node and client work at the same time

@@ -1,13 +1,13 @@
 """Tenants and the namespaces they opened: which name stands for what, and which number and root it has."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
 from kvstore.errors import InvalidRequest, NamespaceMismatch, NotFound, Rejected
 from kvstore.prefix import Namespace
 from kvstore.table import Space
-from kvstore.types import KEY_BYTES, BlockKey
+from kvstore.types import DRAM, HBM, KEY_BYTES, NVME, BlockKey
 
 NAMESPACES_PER_NODE = 65_535  # its number is a u16 in the published index
 NAME_BYTES = 128
@@ -26,13 +26,16 @@ class Tenant:
 
 @dataclass(slots=True, eq=False)
 class OpenNamespace:
-    """A namespace of a tenant on this node; `spaces` are its replicas by tier, fastest first."""
+    """A namespace of a tenant on this node; `spaces` are its replicas by tier, fastest first, `dram` one of them."""
 
     number: int
     tenant: Tenant
     namespace: Namespace
     root: BlockKey
-    spaces: Sequence[Space]
+    dram: Space
+    spaces: tuple[Space, ...]
+    nvme: Space | None = None  # one of `spaces` too, where there is that tier
+    hbm: Space | None = None  # so is this
     names: list[str] = field(default_factory=list)
     hit_blocks: int = 0
     missed_blocks: int = 0
@@ -43,10 +46,14 @@ class OpenNamespace:
 
 
 class Catalogue:
-    """Namespaces by tenant and name. Two names for the same fields are the same namespace."""
+    """Namespaces by tenant and name. Two names for the same fields are the same namespace.
 
-    def __init__(self, namespaces_per_tenant: int) -> None:
+    `new_spaces` makes the places for a new namespace's replicas: (tenant, number) -> by tier, fastest first.
+    """
+
+    def __init__(self, namespaces_per_tenant: int, new_spaces: Callable[[str, int], tuple[Space, ...]]) -> None:
         self._limit = namespaces_per_tenant
+        self._new_spaces = new_spaces
         self._by_name: dict[tuple[str, str], OpenNamespace] = {}
         self._by_root: dict[tuple[str, BlockKey], OpenNamespace] = {}
         self._by_number: dict[int, OpenNamespace] = {}
@@ -75,7 +82,7 @@ class Catalogue:
         return (found for found in self._by_number.values() if found.tenant.name == tenant.name)
 
     def define(self, tenant: Tenant, name: str, namespace: Namespace) -> tuple[OpenNamespace, bool]:
-        """The namespace behind `name`, made if need be: (it, whether it is new and needs its spaces).
+        """The namespace behind `name`, made if need be: (it, whether the name is new).
 
         Raises NamespaceMismatch when the name stands for other fields, Rejected at the limit.
         """
@@ -89,15 +96,43 @@ class Catalogue:
             return found, False
         root = namespace.root(tenant.name, tenant.secret)
         found = self._by_root.get((tenant.name, root))
-        is_new = found is None
         if sum(key[0] == tenant.name for key in self._by_name) >= self._limit:
             raise Rejected(f"tenant {tenant.name} has {self._limit} namespaces: namespaces_per_tenant")
         if found is None:
             if len(self._by_number) >= NAMESPACES_PER_NODE:
                 raise Rejected(f"this node has {NAMESPACES_PER_NODE} namespaces, as many as it can number")
-            found = OpenNamespace(next(self._numbers), tenant, namespace, root, ())
-            self._by_root[tenant.name, root] = found
-            self._by_number[found.number] = found
+            found = self._add(next(self._numbers), tenant, namespace, root)
         found.names.append(name)
         self._by_name[tenant.name, name] = found
-        return found, is_new
+        return found, True
+
+    def is_free(self, number: int, tenant: Tenant, root: bytes, names: Sequence[str]) -> bool:
+        """Whether `restore` may use these."""
+        is_known = number in self._by_number or (tenant.name, BlockKey(root)) in self._by_root
+        return not is_known and not any((tenant.name, name) in self._by_name for name in names)
+
+    def restore(self, number: int, tenant: Tenant, names: Sequence[str], namespace: Namespace) -> OpenNamespace:
+        """Take up a namespace of an earlier start. Its number, root and names are nobody's yet."""
+        root = namespace.root(tenant.name, tenant.secret)
+        assert number not in self._by_number
+        assert (tenant.name, root) not in self._by_root
+        found = self._add(number, tenant, namespace, root)
+        self.reserve(number)
+        for name in names:
+            found.names.append(name)
+            self._by_name[tenant.name, name] = found
+        return found
+
+    def reserve(self, number: int) -> None:
+        """Give no new namespace this number, or one below it: something is known under it."""
+        self._numbers = count(max(number + 1, next(self._numbers)))
+
+    def _add(self, number: int, tenant: Tenant, namespace: Namespace, root: BlockKey) -> OpenNamespace:
+        spaces = self._new_spaces(tenant.name, number)
+        by_tier = {space.tier: space for space in spaces}
+        found = OpenNamespace(
+            number, tenant, namespace, root, by_tier[DRAM], spaces, by_tier.get(NVME), by_tier.get(HBM)
+        )
+        self._by_root[tenant.name, root] = found
+        self._by_number[number] = found
+        return found

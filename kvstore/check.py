@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 from kvstore.holds import Holds
 from kvstore.replica import Replica, Space
-from kvstore.slab import slot_bytes
 from kvstore.table import BlockTable, Tier
 from kvstore.types import State
 
@@ -39,9 +38,9 @@ def _check_slots(tier: Tier, live: list[Replica]) -> Iterator[str]:
     for replica in (*live, *tier.draining):
         if replica.slab.occupants[replica.index] is not replica:
             yield f"{replica.key.hex()}: its slot {replica.slab.slab_id}/{replica.index} is another's"
-    occupied = sum(slab.used for slab in tier.pool.slabs.values() if slab.group is not None)
-    if occupied != len(live) + len(tier.draining):
-        wanted = len(live) + len(tier.draining)
+    occupied = sum(sum(1 for occupant in slab.occupants if occupant) for slab in tier.pool.in_use())
+    wanted = len(live) + len(tier.draining) + len(tier.moves)
+    if occupied != wanted:
         yield f"{tier.name}: {occupied} slots in use by {wanted} live and draining replicas"
     if tier.replicas != len(live):
         yield f"{tier.name}: counts {tier.replicas} replicas, and has {len(live)}"
@@ -56,6 +55,8 @@ def _check_slabs(tier: Tier, live: list[Replica]) -> Iterator[str]:
         pinned[replica.slab.slab_id] += replica.soft_pins > 0
         if replica.slab.last_use < replica.last_use:
             yield f"{replica.key.hex()}: was used after its slab"
+    for move in tier.moves:
+        held[move.slab.slab_id] += 1
     for slab in tier.pool.in_use():
         if (slab.held, slab.pinned) != (held[slab.slab_id], pinned[slab.slab_id]):
             yield f"slab {slab.slab_id}: counts {slab.held} held and {slab.pinned} pinned blocks, wrongly"
@@ -64,9 +65,11 @@ def _check_slabs(tier: Tier, live: list[Replica]) -> Iterator[str]:
 def _check_bytes(tier: Tier, live: list[Replica]) -> Iterator[str]:
     used: Counter[str] = Counter()
     for replica in (*live, *tier.draining):
-        used[replica.space.tenant] += slot_bytes(replica.size)
+        used[replica.space.tenant] += replica.group.slot_bytes
         if replica.slab.group is None or replica.slab.group.tenant != replica.space.tenant:
             yield f"{replica.key.hex()}: lies in a slab of {replica.slab.group}"
+    for move in tier.moves:
+        used[move.replica.space.tenant] += move.replica.group.slot_bytes
     if used.total() != tier.used_bytes:
         yield f"{tier.name}: counts {tier.used_bytes} bytes in use, and has {used.total()}"
     for tenant in used.keys() | tier.tenant_bytes.keys():

@@ -3,7 +3,7 @@
 import asyncio
 import ctypes
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeVar
 
@@ -53,6 +53,25 @@ def address_of(block: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(block))
 
 
+async def finished(job: "Future[Result]") -> Result:
+    """The result of work that was given to a thread.
+
+    If cancelled before a thread took it up, it is not done; else waits for its end first, however often it
+    is cancelled: its memory is in use until then.
+    """
+    future = asyncio.wrap_future(job)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        job.cancel()
+        while not future.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([future])
+        if not future.cancelled():
+            future.exception()  # looked at, or asyncio complains that nobody did
+        raise
+
+
 class Copier:
     """`threads` threads. A cancelled caller gets its cancellation only when its bytes have stopped moving."""
 
@@ -60,23 +79,8 @@ class Copier:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="cairn-copier")
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """Do `work` in a thread.
-
-        If cancelled before a thread took it up, it is not done; else waits for its end first, however often it
-        is cancelled: its memory is in use until then.
-        """
-        job = self._pool.submit(work)
-        future = asyncio.wrap_future(job)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            job.cancel()
-            while not future.done():
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait([future])
-            if not future.cancelled():
-                future.exception()  # looked at, or asyncio complains that nobody did
-            raise
+        """Do `work` in a thread; see `finished`."""
+        return await finished(self._pool.submit(work))
 
     async def copy(self, pairs: Sequence[tuple[memoryview, memoryview]]) -> None:
         """Copy each (target, source)."""

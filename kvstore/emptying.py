@@ -1,4 +1,4 @@
-"""Which slab can be emptied at the least loss, and what must go for it. Decides; `table` evicts."""
+"""What goes next, and which slab can be emptied at the least loss. Decides; `table` evicts."""
 
 from collections.abc import Iterable
 from heapq import nsmallest
@@ -7,8 +7,30 @@ from typing import cast
 
 from kvstore.replica import Replica
 from kvstore.slab import Slab
+from kvstore.types import State
 
 SLABS_TRIED = 8  # slabs looked into for one that can be emptied, those used longest ago first
+
+
+def next_to_go(coldest: Replica, most_bytes: int) -> list[Replica]:
+    """`coldest`, then those before it in its chain, as long as nothing else hangs on them or used them later.
+
+    It stops at `most_bytes`, or at what is held or pinned otherwise.
+    """
+    found = [coldest]
+    replica = coldest
+    most_bytes -= replica.size
+    while most_bytes > 0 and replica.parent is not None:
+        above = replica.space.replicas.get(replica.parent)
+        has_siblings = replica.next_sibling is not None or replica.previous_sibling is not None
+        if above is None or has_siblings or above.state is not State.WRITTEN or above.holders:
+            break
+        if above.last_use > coldest.last_use or bool(above.soft_pins) != bool(coldest.soft_pins):
+            break
+        found.append(above)
+        most_bytes -= above.size
+        replica = above
+    return found
 
 
 def victims(slabs: Iterable[Slab], uses: int, *, pinned_too: bool) -> list[Replica]:

@@ -87,6 +87,27 @@ class Queues:
         return queue is not None and replica in queue.policy
 
 
+class WholeSlabs:
+    """For a tier whose blocks go with their slab, and never one by one."""
+
+    def add(self, replica: Replica) -> None: ...
+
+    def touch(self, replica: Replica) -> None: ...
+
+    def remove(self, replica: Replica) -> None: ...
+
+    def coldest(self) -> None: ...
+
+    def coldest_of(self, group: GroupKey) -> None: ...
+
+    def coldest_of_tenant(self, tenant: str) -> None: ...
+
+    def drop(self, group: GroupKey) -> None: ...
+
+    def __contains__(self, replica: Replica) -> bool:
+        return replica.is_evictable
+
+
 class Evictable:
     """`policy` is a name of EVICTION."""
 

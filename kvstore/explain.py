@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 
 from kvstore.catalogue import OpenNamespace
+from kvstore.intake import part_of
 from kvstore.prefix import chain
 from kvstore.store import Store
-from kvstore.types import BlockKey, State
+from kvstore.types import DRAM, BlockKey, State
 
 
 def explain(store: Store, space: OpenNamespace, keys: Sequence[BlockKey], tokens: bytes) -> list[dict[str, Any]]:
@@ -28,21 +29,26 @@ def explain(store: Store, space: OpenNamespace, keys: Sequence[BlockKey], tokens
 
 
 def _row(store: Store, space: OpenNamespace, key: BlockKey) -> dict[str, Any]:
-    replica = store.readable(space, key)
-    if replica is not None:
-        return {
-            "key": key.hex(),
-            "hit": True,
-            "tier": replica.space.tier,
-            "reason": "here",
-            "bytes": replica.size,
-        }
-    row = {"key": key.hex(), "hit": False, "tier": "", "reason": _absence(store, space, key), "bytes": 0}
-    return row
+    tier, size = whereabouts(store, space, key)
+    if not tier:
+        return {"key": key.hex(), "hit": False, "tier": "", "reason": _absence(store, space, key), "bytes": 0}
+    reason = f"on {tier}: loaded when asked for"
+    if tier == DRAM:
+        is_whole = store.reads.readable(space, key) is not None
+        reason = "here" if is_whole else "here, another part of its block is loaded when asked for"
+    return {"key": key.hex(), "hit": True, "tier": tier, "reason": reason, "bytes": size}
+
+
+def whereabouts(store: Store, space: OpenNamespace, key: BlockKey) -> tuple[str, int]:
+    """(The fastest tier that has this key, its bytes), or ("", 0) if any part of its block is in none."""
+    for part in range(space.namespace.parts):
+        if not store.where(space, part_of(space, key, part))[0]:
+            return "", 0
+    return store.where(space, key)
 
 
 def _absence(store: Store, space: OpenNamespace, key: BlockKey) -> str:
-    present = space.spaces[0].replicas.get(key)
+    present = space.dram.replicas.get(key)
     if present is not None and present.state is State.ALLOCATED:
         return f"being written: {present.layers} of {space.namespace.layers} layers are in place"
     if present is not None:
@@ -71,6 +77,6 @@ def _elsewhere(store: Store, space: OpenNamespace, ids: np.ndarray, blocks: int)
         keys = chain(ids, block_tokens, other.root, other.namespace.hash)
         differences = "; ".join(space.namespace.differences(other.namespace))
         for position, key in enumerate(keys):
-            if store.readable(other, key) is not None:
+            if whereabouts(store, other, key)[0]:
                 found.setdefault(position, f"{other.names[0]!r} ({differences})")
     return found

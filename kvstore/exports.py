@@ -14,19 +14,21 @@ from kvstore.published import (
 )
 from kvstore.region import Region, make_region
 from kvstore.table import Event, Replica
-from kvstore.types import Change, Owner, State
+from kvstore.types import DRAM, Change, Owner, State
 
 PASS_REPORTS = 4096  # taken up in one pass over all rings, about 10 ms at worst; older ones are forgotten
 RING_ENTRIES = 4096  # reports between two drains; 96 KiB per client
-TIER_CODES = {"dram": 1}
+DRAM_CODE = 1  # the tier that is published: clients can map no other
 
 
 class Exports:
     """Published indexes by tenant, made at its first namespace; rings by session."""
 
-    def __init__(self, index_entries: int, epoch: int) -> None:
+    def __init__(self, index_entries: int, epoch: int, *, is_all: bool) -> None:
+        """`is_all`: the node has no lower tiers, so that what is not published is not here."""
         self._entries = index_entries
         self._epoch = epoch
+        self._is_all = is_all
         self._indexes: dict[str, tuple[Region, PublishedIndex]] = {}
         self._rings: dict[Owner, tuple[Region, UseRing, str]] = {}
 
@@ -34,7 +36,9 @@ class Exports:
         """The memory of a tenant's published index; clients get it read-only."""
         if tenant.name not in self._indexes:
             region = make_region("cairn-index", index_bytes(self._entries), only_writer=True)
-            self._indexes[tenant.name] = region, PublishedIndex(region.memory, self._entries, self._epoch)
+            self._indexes[tenant.name] = region, PublishedIndex(
+                region.memory, self._entries, self._epoch, is_all=self._is_all
+            )
         return self._indexes[tenant.name][0]
 
     def ring(self, owner: Owner, tenant: Tenant) -> Region:
@@ -48,6 +52,8 @@ class Exports:
         """Publish what the table changed, in its order."""
         for event in events:
             replica = event.replica
+            if replica.space.tier != DRAM:
+                continue
             found = self._indexes.get(replica.space.tenant)
             if found is None:
                 continue
@@ -56,14 +62,14 @@ class Exports:
             if event.change is Change.REMOVED:
                 index.remove(name)
             elif replica.state in (State.ALLOCATED, State.WRITTEN):  # else a REMOVED follows
-                self._publish(index, name, replica, READABLE if event.change is Change.COMMITTED else PARTIAL)
+                self._publish(index, name, replica, PARTIAL if replica.state is State.ALLOCATED else READABLE)
 
     @staticmethod
     def _publish(index: PublishedIndex, name: bytes, replica: Replica, state: int) -> None:
         slot = replica.slot
         index.publish(
             name,
-            (state, TIER_CODES[slot.tier], replica.layers),
+            (state, DRAM_CODE, replica.layers),
             (slot.slab_id, slot.offset, replica.size, replica.checksum, slot.generation),
         )
 

@@ -54,7 +54,7 @@ class Intake:
 
         What of the chain is here already is held meanwhile: room for its end is not made at its beginning.
         """
-        replicas = space.spaces[0].replicas
+        replicas = space.dram.replicas
         held = [replicas[key] for key in (parent, *keys) if key is not None and self._is_readable(space, key)]
         for replica in held:
             self._table.hold(replica)
@@ -65,32 +65,33 @@ class Intake:
                 self._table.let_go(replica)
 
     def _is_readable(self, space: OpenNamespace, key: BlockKey) -> bool:
-        return self._table.placement(space.spaces[0], key) is Placement.PRESENT
+        return self._table.placement(space.dram, key) is Placement.PRESENT
 
     def _place(self, placing: Placing, space: OpenNamespace, keys: Sequence[BlockKey],
                parent: BlockKey | None, sizes: Sequence[int]) -> None:  # fmt: skip
         done = len(placing.placements)
         above = keys[done - 1] if done else parent
         for key, size in zip(keys[done:], sizes[done:], strict=True):
-            placement = self._table.placement(space.spaces[0], key)
+            placement = self._table.placement(space.dram, key)
             if placement is None:
-                placement = self._make_room(space, size)
+                placement = self.make_room(space, size)
             else:
                 self._counters.duplicate_blocks += 1
                 if placement is Placement.PRESENT:
-                    self._table.touch(space.spaces[0].replicas[key])
+                    self._table.touch(space.dram.replicas[key])
             if placement is Placement.GRANTED:
-                replica = self._table.allocate(space.spaces[0], key, above, size)
+                replica = self._table.allocate(space.dram, key, above, size)
                 assert replica is not None, "room was made"
                 placing.replicas.append(replica)
-                self._counters.orphan_blocks += above is not None and above not in space.spaces[0].replicas
+                self._counters.orphan_blocks += above is not None and above not in space.dram.replicas
             if placement in REFUSALS:  # so are all that follow: they hang on this one
                 placing.placements += [placement] * (len(keys) - len(placing.placements))
                 return
             placing.placements.append(placement)
             above = key
 
-    def _make_room(self, space: OpenNamespace, size: int) -> Placement:
+    def make_room(self, space: OpenNamespace, size: int) -> Placement:
+        """Have room in DRAM for a block of `size` bytes: GRANTED, or why not."""
         tenant, tier = space.tenant, self._table.tiers[DRAM]
         wanted_bytes = slot_bytes(size)
         if tenant.quota_bytes:
@@ -102,10 +103,10 @@ class Intake:
                     return Placement.OVER_QUOTA
                 self._table.evict(replica, Cause.QUOTA)
         try:
-            self._table.make_room(space.spaces[0], size)
+            self._table.make_room(space.dram, size)
         except TierFull:
             return Placement.FULL
-        return Placement.GRANTED if self._table.has_room(space.spaces[0], size) else Placement.FULL
+        return Placement.GRANTED if self._table.has_room(space.dram, size) else Placement.FULL
 
     def check_batch(self, space: OpenNamespace, keys: Sequence[BlockKey]) -> None:
         if len(keys) > self._limits.batch_blocks:

@@ -24,6 +24,33 @@ METRICS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "cairn_tier_used_bytes": ("gauge", ("tier",), "Bytes of slots in use."),
     "cairn_tier_blocks": ("gauge", ("tier",), "Blocks in the tier."),
     "cairn_tier_slabs": ("gauge", ("tier", "state"), "Slabs, by state: cut, spare."),
+    "cairn_tier_read_bytes_total": ("counter", ("tier",), "Bytes of blocks read from a tier below DRAM."),
+    "cairn_tier_written_bytes_total": ("counter", ("tier",), "Bytes of blocks written to a tier below DRAM."),
+    "cairn_tier_reads_total": ("counter", ("tier",), "Reads from a tier below DRAM, of one or more blocks each."),
+    "cairn_tier_writes_total": ("counter", ("tier",), "Writes to a tier below DRAM, of one or more blocks each."),
+    "cairn_tier_read_bytes_per_second": ("gauge", ("tier",), "How fast blocks come from a tier while it reads."),
+    "cairn_tier_write_bytes_per_second": ("gauge", ("tier",), "How fast blocks go to a tier while it writes."),
+    "cairn_tier_healthy": ("gauge", ("tier",), "1 while a tier below DRAM can be read and written, else 0."),
+    "cairn_tier_failures_total": ("counter", ("tier", "direction"), "Reads and writes of a tier that failed."),
+    "cairn_tier_recovering": ("gauge", ("tier",), "1 until it is known what an earlier start left in the tier."),
+    "cairn_tier_queued_jobs": ("gauge", ("tier",), "Reads and writes that wait for a thread."),
+    "cairn_promoted_blocks_total": ("counter", ("tier",), "Blocks loaded into DRAM, by the tier they came from."),
+    "cairn_demoted_blocks_total": ("counter", ("tier",), "Blocks written below DRAM, by the tier they went to."),
+    "cairn_shed_blocks_total": ("counter", (), "Blocks evicted from DRAM that a lower tier should have had."),
+    "cairn_too_slow_blocks_total": ("counter", (), "Blocks not loaded: too late, or computed sooner."),
+    "cairn_hedged_blocks_total": ("counter", (), "Blocks read a second time because the first read was late."),
+    "cairn_hedges_won_total": ("counter", (), "Blocks of which the second read was there first."),
+    "cairn_readmitted_blocks_total": ("counter", (), "Blocks written once more because their slab was given back."),
+    "cairn_admitted_bytes_total": ("counter", (), "Bytes of blocks that were found worth a write."),
+    "cairn_admission_refused_blocks_total": ("counter", ("reason",), "Blocks found not worth a write, by reason."),
+    "cairn_ledger_pending_changes": ("gauge", (), "Changes of the NVMe tier that its ledger has not been told of."),
+    "cairn_object_requests_total": ("counter", ("kind",), "Requests to the bucket, by kind."),
+    "cairn_object_retries_total": ("counter", (), "Requests to the bucket that were repeated."),
+    "cairn_object_errors_total": ("counter", (), "Requests to the bucket that failed, repeated ones included."),
+    "cairn_object_blocks_total": ("counter", ("outcome",), "Blocks asked of the bucket, by what became of them."),
+    "cairn_object_packs": ("gauge", (), "Packs in the bucket that this node knows."),
+    "cairn_object_packs_trimmed_total": ("counter", (), "Packs that this node deleted to keep the capacity."),
+    "cairn_object_packs_gone_total": ("counter", (), "Packs that were known and had been deleted."),
     "cairn_tenant_used_bytes": ("gauge", ("tier", "tenant"), "Bytes of slots in use by a tenant."),
     "cairn_index_published_blocks": ("gauge", ("tenant",), "Blocks in a tenant's published index."),
     "cairn_index_crowded_out_total": ("counter", ("tenant",), "Blocks that found no place in the published index."),
@@ -46,3 +73,10 @@ class Counters:
     errors: Counter[str] = field(default_factory=Counter)
     lapsed_holds: int = 0
     lost_sessions: int = 0
+    promoted_blocks: Counter[str] = field(default_factory=Counter)  # by the tier that they came from
+    demoted_blocks: Counter[str] = field(default_factory=Counter)  # by the tier that they went to
+    shed_blocks: int = 0  # evicted from DRAM though a lower tier should have had them
+    loads_too_slow: int = 0
+    hedged_loads: int = 0
+    hedges_won: int = 0
+    readmitted_blocks: int = 0

@@ -4,10 +4,12 @@ A root is blake2b-128, personalised, over the namespace's fields in their order,
 
     u16 length | field name | tag: i (integer) or s (text) | u32 length | value
 
-with every number little-endian, an integer as 8 bytes and text as UTF-8. The key of block i is
-hash(key[i-1] ‖ its tokens as little-endian u32), where key[-1] is the root.
+with every number little-endian, an integer as 8 bytes and text as UTF-8. `codec` and `compaction` are left out where
+they are empty. The key of block i is hash(key[i-1] ‖ its tokens as little-endian u32), where key[-1] is the
+root.
 """
 
+import re
 import struct
 from collections.abc import Callable, Iterable
 from hashlib import blake2b, sha256
@@ -34,6 +36,8 @@ LIMITS: Final = {  # inclusive, by field
     "block_bytes": (0, 2**63 - 1),
 }
 REQUIRED_TEXT: Final = frozenset({"model", "dtype", "layout"})
+TERMS: Final = frozenset({"codec", "compaction"})  # no part of a root while they are empty
+TERMS_PATTERN: Final = r"^([a-z0-9]+([+._-][a-z0-9]+)*)?$"
 
 
 def _sha256_128(block: bytes) -> BlockKey:
@@ -57,6 +61,8 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     parts: writers that each put a slice of every block, 1 to 65,535.
     layers: layers of the model, 1 to 65,535; the watermark of a block counts up to it.
     block_bytes: bytes of one part of one block; 0 leaves the size open.
+    codec: how the engines encode a block's values ("int8+zstd"); empty: as `dtype` and `layout` say.
+    compaction: what of the cache is left out ("sink4+window1024"); empty: nothing.
 
     Raises ValueError for a value outside these, and for text over 256 bytes.
     """
@@ -72,6 +78,8 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     parts: int = 1
     layers: int
     block_bytes: int = 0
+    codec: str = ""
+    compaction: str = ""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -80,8 +88,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def root(self, tenant: str, secret: str) -> BlockKey:
         """The key before the first block, for one tenant. Who lacks the secret cannot guess any key."""
         digest = blake2b(digest_size=KEY_BYTES, person=b"cairn-root")
-        for name in self.__struct_fields__:
-            digest.update(_encode_field(name, getattr(self, name)))
+        self._digest_into(digest)
         digest.update(_encode_field("tenant", tenant))
         digest.update(_encode_field("secret", secret))
         return BlockKey(digest.digest())
@@ -89,8 +96,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def fingerprint(self) -> str:
         """32 hex digits that two sides compare; says nothing about tenant or secret."""
         digest = blake2b(digest_size=KEY_BYTES, person=b"cairn-namespace")
-        for name in self.__struct_fields__:
-            digest.update(_encode_field(name, getattr(self, name)))
+        self._digest_into(digest)
         return digest.hexdigest()
 
     def differences(self, other: "Namespace") -> list[str]:
@@ -100,6 +106,12 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             for name in self.__struct_fields__
             if (mine := getattr(self, name)) != (theirs := getattr(other, name))
         ]
+
+    def _digest_into(self, digest: blake2b) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if value or name not in TERMS:
+                digest.update(_encode_field(name, value))
 
 
 def chain(tokens: Any, block_tokens: int, root: BlockKey, hash: HashName = "xxh3") -> list[BlockKey]:
@@ -160,6 +172,8 @@ def _check_field(name: str, value: object) -> None:
         raise ValueError(f"{name} must be at most {MAX_TEXT_BYTES} bytes of UTF-8, not {len(value.encode())}")
     elif not value and name in REQUIRED_TEXT:
         raise ValueError(f"{name} must not be empty")
+    elif name in TERMS and not re.fullmatch(TERMS_PATTERN, value):
+        raise ValueError(f"{name} must be terms of a-z and 0-9, with + . _ or - between them, not {value!r}")
 
 
 def _encode_field(name: str, value: str | int) -> bytes:

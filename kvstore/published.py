@@ -27,6 +27,7 @@ MAGIC = b"CAIRNIDX"
 VERSION = 1
 HEADER = struct.Struct("<8sIIQQ")  # magic, version, entry bytes, entries, epoch
 CROWDED_OUT = struct.Struct("<Q")  # right after the header: replicas of this node that found no bucket, ever
+ELSEWHERE = struct.Struct("<Q")  # after that: 1 if the node has tiers that are not published
 HEADER_BYTES = 4096
 ENTRY = struct.Struct("<IBBHHH16sIQQQQ")
 ENTRY_BYTES = 64
@@ -82,9 +83,10 @@ def _home(name: bytes, mask: int) -> int:
 class PublishedIndex:
     """The writer's side. `memory` has `index_bytes(entries)` bytes, zeroed; `entries` is a power of two."""
 
-    def __init__(self, memory: mmap.mmap, entries: int, epoch: int) -> None:
+    def __init__(self, memory: mmap.mmap, entries: int, epoch: int, *, is_all: bool = True) -> None:
         assert entries & (entries - 1) == 0
         HEADER.pack_into(memory, 0, MAGIC, VERSION, ENTRY_BYTES, entries, epoch)
+        ELSEWHERE.pack_into(memory, HEADER.size + CROWDED_OUT.size, not is_all)
         self._memory = memory
         self._mask = entries - 1
         self._end = index_bytes(entries)
@@ -244,8 +246,8 @@ class IndexReader:
 
     @property
     def is_complete(self) -> bool:
-        """Whether what is not found here is not in the node's memory either; else the node must be asked."""
-        return not any(self._memory[HEADER.size : HEADER.size + CROWDED_OUT.size])
+        """Whether what is not found here is nowhere on the node; else the node must be asked."""
+        return not any(self._memory[HEADER.size : HEADER.size + CROWDED_OUT.size + ELSEWHERE.size])
 
     def is_unchanged(self, at: int, entry: bytes) -> bool:
         """Whether all that was copied since `find` returned (at, entry) is that entry's."""

@@ -25,6 +25,8 @@ class Replica:
     version: int = 0  # of the allocation, then of the commit; grows over the life of the node
     checksum: int = 0
     layers: int = 0  # in place, from the first
+    depth: int = 0  # blocks before it in its chain, as far as they are known
+    hits: int = 0  # uses since it was stored
     soft_pins: int = 0
     next_sibling: "Replica | None" = None  # children of one parent key, in no order
     previous_sibling: "Replica | None" = None

@@ -5,7 +5,7 @@ import logging
 
 from kvstore.errors import ConfigError
 from kvstore.slab import SlabPool
-from kvstore.tiers import TierMedium
+from kvstore.tiers import SlabMedium
 
 log = logging.getLogger("cairn.sizing")
 
@@ -14,7 +14,7 @@ class Sizing:
     """Brings a pool to `target` slabs; memory comes and goes in step, and never exceeds the target by more
     than what cannot be given back yet."""
 
-    def __init__(self, pool: SlabPool, medium: TierMedium) -> None:
+    def __init__(self, pool: SlabPool, medium: SlabMedium) -> None:
         self._pool = pool
         self._medium = medium
         self._turn = asyncio.Lock()
@@ -27,13 +27,18 @@ class Sizing:
     async def grow(self) -> bool:
         """Add one slab if the target allows; whether there are more to add. Cancelled, it has added none.
 
-        Raises as `TierMedium.prepare`.
+        Raises as `SlabMedium.prepare`.
         """
         async with self._turn:
             if len(self._pool.slabs) >= self.target:
                 return False
             await self._medium.prepare()
-            self._medium.adopt(self._pool.grow().slab_id)
+            slab = self._pool.grow()
+            try:
+                self._medium.adopt(slab.slab_id)
+            except OSError:
+                self._pool.remove(slab)
+                raise
             return len(self._pool.slabs) < self.target
 
     def settle_for_less(self, error: Exception) -> None:

@@ -54,13 +54,13 @@ class Slab:
         self._free: list[int] = []
         self._generations: list[int] = []
 
-    def cut(self, group: GroupKey, slab_bytes: int) -> None:
-        """Make it a slab of `group`. Generations go on from the highest so far."""
+    def cut(self, group: GroupKey, slab_bytes: int, generation: int = 0) -> None:
+        """Make it a slab of `group`. Generations go on from the highest so far, and from `generation`."""
         assert self.group is None
         assert self.used == 0
         assert self.tenants <= {group.tenant}, "a slab never passes to another tenant"
         self.tenants.add(group.tenant)
-        newest = max(self._generations, default=0) + 1
+        newest = max(generation, *self._generations, 0) + 1
         self.group = group
         self.slots = slab_bytes // group.slot_bytes
         self.last_use = 0
@@ -85,6 +85,17 @@ class Slab:
     @property
     def is_full(self) -> bool:
         return not self._free
+
+    def restore(self, index: int, occupant: object, generation: int) -> None:
+        """Put back what lay in a slot at an earlier start. Free slots are known by `settle` only."""
+        assert self.occupants[index] is None
+        self.occupants[index] = occupant
+        self._generations[index] = generation
+
+    def settle(self, *, known: bool) -> None:
+        """Say whether it is known which slots are free: those without an occupant, or none for now."""
+        free = (index for index in range(self.slots - 1, -1, -1) if self.occupants[index] is None)
+        self._free = list(free) if known else []
 
     def take(self, occupant: object) -> tuple[int, int]:
         """A free slot for `occupant`: (index, generation)."""
@@ -118,6 +129,7 @@ class SlabPool:
         self._ids = count(1)
         self._spare: dict[Hashable, dict[int, Slab]] = {}  # without a group, by who had it; None: nobody yet
         self._roomy: dict[GroupKey, dict[int, Slab]] = {}  # with a group and a free slot
+        self._apart: set[int] = set()  # ids of those that give out no slot for now
         self._cut: dict[GroupKey, dict[int, Slab]] = {}  # all with a group
 
     @property
@@ -130,6 +142,26 @@ class SlabPool:
         self.slabs[slab.slab_id] = slab
         self._set_aside(slab)
         return slab
+
+    def restore(self, slab_id: int, group: GroupKey, generation: int) -> Slab:
+        """Count in a slab that an earlier start cut for `group`. No slot of it is given out before `restored`.
+
+        Later ids are greater than its own, and generations of its free slots greater than `generation`.
+        """
+        assert slab_id not in self.slabs
+        slab = self.slabs[slab_id] = Slab(slab_id)
+        self._ids = count(max(slab_id + 1, next(self._ids)))
+        slab.cut(group, self.slab_bytes, generation)
+        slab.settle(known=False)
+        self._cut.setdefault(group, {})[slab_id] = slab
+        self._roomy.setdefault(group, {})
+        self._apart.add(slab_id)
+        return slab
+
+    def restored(self, slab: Slab) -> None:
+        """All that lay in it is in it again: its other slots may be used."""
+        slab.settle(known=True)
+        self.rejoin(slab)
 
     def remove(self, slab: Slab) -> None:
         """Count out a spare slab: its memory goes, or is replaced."""
@@ -162,6 +194,24 @@ class SlabPool:
     def has_room(self, group: GroupKey) -> bool:
         return bool(self._roomy.get(group)) or group.tenant in self._spare or None in self._spare
 
+    def set_apart(self, slab: Slab) -> None:
+        """Give no slot of it to anyone, until `rejoin`; what is left in it may go meanwhile."""
+        assert slab.group is not None
+        self._apart.add(slab.slab_id)
+        self._roomy[slab.group].pop(slab.slab_id, None)
+
+    def is_apart(self, slab: Slab) -> bool:
+        return slab.slab_id in self._apart
+
+    def rejoin(self, slab: Slab) -> None:
+        """Its free slots may be used again; without an occupant it is spare."""
+        self._apart.remove(slab.slab_id)
+        assert slab.group is not None
+        if slab.used == 0:
+            self._uncut(slab, slab.group)
+        elif not slab.is_full:
+            self._roomy[slab.group][slab.slab_id] = slab
+
     def take(self, group: GroupKey, occupant: object) -> tuple[Slab, int, int] | None:
         """A slot of `group`: (slab, index, generation); None if no slab of it has room and none is spare."""
         roomy = self._roomy.get(group)
@@ -183,16 +233,21 @@ class SlabPool:
         """Free a slot, and the slab with its last one."""
         group = slab.group
         assert group is not None
-        if slab.is_full:
+        is_apart = slab.slab_id in self._apart
+        if slab.is_full and not is_apart:
             self._roomy[group][slab.slab_id] = slab
         slab.give_back(index)
-        if slab.used == 0:
-            cut, roomy = self._cut[group], self._roomy[group]
-            del cut[slab.slab_id], roomy[slab.slab_id]
-            if not cut:
-                del self._cut[group], self._roomy[group]
-            slab.uncut()
-            self._set_aside(slab)
+        if slab.used == 0 and not is_apart:
+            self._uncut(slab, group)
+
+    def _uncut(self, slab: Slab, group: GroupKey) -> None:
+        cut, roomy = self._cut[group], self._roomy[group]
+        del cut[slab.slab_id]
+        roomy.pop(slab.slab_id, None)
+        if not cut:
+            del self._cut[group], self._roomy[group]
+        slab.uncut()
+        self._set_aside(slab)
 
     def _set_aside(self, slab: Slab) -> None:
         self._spare.setdefault(slab.owner, {})[slab.slab_id] = slab
@@ -208,6 +263,8 @@ class SlabPool:
 
     def check(self) -> Iterator[str]:
         for slab in self.slabs.values():
+            if slab.slab_id in self._apart:
+                continue
             yield from slab.check()
             if (slab.group is None) != (slab.slab_id in self._spare.get(slab.owner, {})):
                 yield f"slab {slab.slab_id}: spare and in use"

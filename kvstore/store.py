@@ -1,257 +1,210 @@
-"""Put, acquire, release, evict: where the table and the bytes meet.
+"""All tiers of a node together: where the table and the bytes meet. Reads and puts have modules of their own.
 
 Each operation decides under the table synchronously, then `_settle` makes the decisions known: published
-index, waiting readers, history, counters. What may have to wait (memory for a slab, a block that is being
-written, a checksum) is a coroutine; everything else answers at once.
+index, waiting readers, the disk's ledger, history, counters. What may have to wait is a coroutine; everything else
+answers at once.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from kvstore.admission import Admission
 from kvstore.catalogue import Catalogue, OpenNamespace, Tenant
+from kvstore.check import check
 from kvstore.clock import Clock
 from kvstore.copier import Copier
-from kvstore.errors import Corrupt, InvalidRequest, NotFound
+from kvstore.defragment import Defragment
+from kvstore.demotion import Demotion
+from kvstore.disk import Disk
+from kvstore.errors import NotFound
 from kvstore.exports import Exports
 from kvstore.history import History
-from kvstore.holds import Holds, Lease, Pin
-from kvstore.intake import REFUSALS, Intake, Limits, Placing, part_of
+from kvstore.holds import Holds, Pin
+from kvstore.intake import Intake, Limits, part_of
+from kvstore.lifting import NODE, Above, Lifting
 from kvstore.metrics import Counters
 from kvstore.prefix import Namespace
+from kvstore.promotion import Promotion
 from kvstore.published import IDENT_PREFIX
+from kvstore.puts import Puts
+from kvstore.reads import Reads
+from kvstore.reclaim import Reclaim
+from kvstore.records import Records
 from kvstore.sizing import Sizing
-from kvstore.slab import slot_bytes
 from kvstore.table import BlockTable, Event, Replica
 from kvstore.tiers.dram import DramTier
-from kvstore.types import DRAM, BlockKey, Cause, Change, Owner, Placement, State
+from kvstore.tiers.object_store import ObjectTier
+from kvstore.types import DRAM, HBM, NVME, OBJECT, BlockKey, Cause, Change, Owner, Slot, State, TierName
 
 IDS_PER_EPOCH = 1 << 10  # of leases, grants and pins; an epoch is a millisecond, and ids stay below 2**53
-NODE = Owner(0)  # the node itself, for what it holds while it looks at it
+
+
+@dataclass(frozen=True, slots=True)
+class Below:
+    """The tiers under DRAM, as far as there are any. `records` are there with the disk."""
+
+    admission: Admission
+    disk: Disk | None = None
+    records: Records | None = None
+    bucket: ObjectTier | None = None
+    writes_through: frozenset[str] = frozenset()
 
 
 class Store:
-    """One node's blocks. `epoch` grows at each start of the node."""
+    """One node's blocks. `epoch` grows at each start of the node; `crashed` hears of what a task of it raised."""
 
-    def __init__(self, table: BlockTable, dram: DramTier, copier: Copier, clock: Clock, *,
-                 limits: Limits, index_entries: int, epoch: int) -> None:  # fmt: skip
+    def __init__(self, table: BlockTable, catalogue: Catalogue, dram: DramTier, copier: Copier, clock: Clock, *,
+                 limits: Limits, index_entries: int, epoch: int, above: Above | None, below: Below,
+                 crashed: Callable[[BaseException], None]) -> None:  # fmt: skip
         self.table = table
+        self.catalogue = catalogue
         self.dram = dram
         self.copier = copier
         self.clock = clock
         self.limits = limits
+        self.below = below
         self.holds = Holds(table, limits.leases_per_client, limits.pins_per_tenant, epoch * IDS_PER_EPOCH + 1)
-        self.catalogue = Catalogue(limits.namespaces_per_tenant)
-        self.exports = Exports(index_entries, epoch)
+        self.exports = Exports(index_entries, epoch, is_all=not (above or below.disk or below.bucket))
         self.history = History(limits.explain_history)
         self.counters = Counters()
         self.intake = Intake(table, self.holds, limits, self.counters)
-        self.sizing = Sizing(table.tiers[DRAM].pool, dram)
-        self._arrivals: dict[tuple[int, BlockKey], list[asyncio.Future[None]]] = {}
+        hbm = above.hbm if above is not None else None
+        self.sizings: Mapping[TierName, Sizing] = {
+            name: Sizing(table.tiers[name].pool, medium)
+            for name, medium in ((HBM, hbm), (DRAM, dram), (NVME, below.disk.medium if below.disk else None))
+            if medium is not None
+        }
+        self.promotion = Promotion(
+            *(table, self.intake, dram, copier, clock),
+            counters=self.counters,
+            disk=below.disk,
+            bucket=below.bucket,
+            hbm=hbm,
+            most_bytes=limits.inflight_bytes,
+            settle=self._settle,
+            spawn=self._spawn,
+        )
+        self.demotion = Demotion(
+            *(table, catalogue, dram, clock),
+            counters=self.counters,
+            disk=below.disk,
+            bucket=below.bucket,
+            admission=below.admission,
+            writes_through=below.writes_through,
+            settle=self._settle,
+        )
+        self.reads = Reads(
+            *(table, self.holds, self.intake, self.promotion),
+            bucket=below.bucket,
+            clock=clock,
+            limits=limits,
+            used=self._use,
+            settle=self._settle,
+        )
+        self.puts = Puts(
+            *(table, catalogue, self.holds, self.intake),
+            dram=dram,
+            demotion=self.demotion,
+            sizing=self.sizings[DRAM],
+            clock=clock,
+            limits=limits,
+            counters=self.counters,
+            history=self.history,
+            settle=self._settle,
+        )
+        self.reclaim = None
+        if below.disk is not None:
+            self.reclaim = Reclaim(
+                *(table, catalogue, below.disk, self.counters), bucket=below.bucket, settle=self._settle
+            )
+        self.lifting = self._make_lifting(above) if above is not None else None
+        self.defragment = Defragment(
+            table,
+            {DRAM: self._copy_within} | ({HBM: hbm.copy_within} if hbm is not None else {}),
+            asked=lambda: (self.counters.requests.total(), self.counters.loaded_bytes.total()),
+            settle=self._settle,
+        )
+        self._crashed = crashed
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def _make_lifting(self, above: Above) -> Lifting:
+        return Lifting(
+            *(self.table, self.holds, self.intake, self.reads, above, self.sizings[HBM]),
+            dram=self.dram,
+            clock=self.clock,
+            limits=self.limits,
+            counters=self.counters,
+            settle=self._settle,
+        )
 
     def open(self, tenant: Tenant, name: str, namespace: Namespace) -> OpenNamespace:
         """The namespace behind a name; the first to use the name defines it. See `Catalogue.define`."""
-        if namespace.block_bytes > self.table.tiers[DRAM].pool.slab_bytes:
-            raise InvalidRequest(f"blocks of {namespace.block_bytes} bytes do not fit into a slab")
+        if namespace.block_bytes:
+            for tier in self.table.tiers.values():
+                tier.group(tenant.name, namespace.block_bytes)
         found, is_new = self.catalogue.define(tenant, name, namespace)
+        self.exports.index(tenant)
         if is_new:
-            found.spaces = [self.table.space(tenant.name, found.number, tier) for tier in self.table.tiers]
-            self.exports.index(tenant)
+            if self.below.records is not None:
+                self.below.records.note_namespaces(self.catalogue)
+            if self.below.bucket is not None:
+                self._spawn(self._look_into_bucket(found))
         return found
 
-    # Reading.
+    async def aclose(self) -> None:
+        """Stop what runs in the background, then close all tiers; what is under way on a disk ends first."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.exports.close()
+        if self.below.records is not None:
+            await self.below.records.aclose()
+        if self.below.disk is not None:
+            await self.below.disk.aclose()
+        if self.below.bucket is not None:
+            await self.below.bucket.aclose()
+        if self.lifting is not None:
+            await self.lifting.aclose()
+        await self.dram.aclose()
+        self.copier.close()
 
-    def match(self, space: OpenNamespace, keys: Sequence[BlockKey]) -> int:
-        """How many blocks of a chain can be read here, from the first; all parts of each."""
-        self.intake.check_batch(space, keys)
-        return min(
-            self.table.match(space.spaces, [part_of(space, key, part) for key in keys])
-            for part in range(space.namespace.parts)
-        )
-
-    def readable(self, space: OpenNamespace, key: BlockKey, layers: int = 0) -> Replica | None:
-        """The replica of `key` if all parts of its block are here, or, with `layers`, that far along."""
-        found = None
-        for part in range(space.namespace.parts):
-            wanted = part_of(space, key, part)
-            replica = space.spaces[0].replicas.get(wanted)
-            if replica is None:
-                return None
-            if replica.state is not State.WRITTEN and not 0 < layers <= replica.layers:
-                return None
-            if wanted == key or part == 0:
-                found = replica if wanted == key else found
-        return found
-
-    async def acquire(self, owner: Owner, space: OpenNamespace, keys: Sequence[BlockKey], *,
-                      lease_s: float, wait_s: float, layers: int) -> Lease | None:  # fmt: skip
-        """Hold the longest prefix of `keys` that is here or comes within `wait_s`; None when there is none.
-
-        A block that is being written is waited for, one that nobody writes is not. Cancelled, it holds nothing.
-        """
-        self.intake.check_batch(space, keys)
-        deadline = self.clock.now() + min(wait_s, self.limits.wait_max_s)
-        while True:
-            lease, blocked = self.try_acquire(owner, space, keys, lease_s=lease_s, layers=layers, partly=False)
-            left_s = deadline - self.clock.now()
-            if blocked is None or left_s <= 0:
-                break
-            await self._arrival(space.number, blocked, left_s)
-        if lease is None:
-            lease, _ = self.try_acquire(owner, space, keys, lease_s=lease_s, layers=layers, partly=True)
-        return lease
-
-    def try_acquire(self, owner: Owner, space: OpenNamespace, keys: Sequence[BlockKey], *,
-                    lease_s: float, layers: int, partly: bool) -> tuple[Lease | None, BlockKey | None]:  # fmt: skip
-        """What `acquire` can hold at once: (lease, the first key that somebody is writing).
-
-        Without `partly` nothing is held as long as there is such a key.
-        """
-        self.intake.check_batch(space, keys)
-        replicas: list[Replica] = []
-        blocked = None
-        for key in keys:
-            replica = self.readable(space, key, layers)
-            if replica is None:
-                blocked = self._being_written(space, key)
-                break
-            replicas.append(replica)
-        if blocked is not None and not partly:
-            return None, blocked
-        space.hit_blocks += len(replicas)
-        space.missed_blocks += len(keys) - len(replicas)
-        if not replicas:
-            return None, blocked
-        lease_s = min(lease_s, self.limits.lease_max_s)
-        lease = self.holds.lease(owner, replicas, self.clock.now() + lease_s)
-        self.table.touch(replicas[-1])
-        return lease, blocked
-
-    def renew(self, owner: Owner, lease_id: int, lease_s: float) -> None:
-        expires_at = self.clock.now() + min(lease_s, self.limits.lease_max_s)
-        self.holds.renew(owner, lease_id, expires_at)
-
-    def release(self, owner: Owner, lease_id: int) -> None:
-        """Idempotent. StaleLease for another client's."""
-        self.holds.release(owner, lease_id)
-        self._settle()
+    def where(self, space: OpenNamespace, key: BlockKey) -> tuple[str, int]:
+        """(The tier that has this key, its bytes), or ("", 0): DRAM, else the fastest."""
+        for tier_space in (space.dram, *space.spaces):
+            replica = self.table.readable(tier_space, key)
+            if replica is not None:
+                return str(tier_space.tier), replica.size
+        size = self.below.bucket.raw_size(space.root, key) if self.below.bucket is not None else None
+        return ("object", size) if size is not None else ("", 0)
 
     def view(self, replica: Replica) -> memoryview:
         """The block's bytes in place; good as long as the replica is held."""
         return self.dram.view(replica.slot, replica.size)
 
-    # Writing.
-
-    def place(self, owner: Owner, space: OpenNamespace, keys: Sequence[BlockKey],
-              parent: BlockKey | None, sizes: Sequence[int]) -> Placing:  # fmt: skip
-        """Begin a put of a run of a chain: allocate what is wanted. To be continued by `granted`."""
-        self.intake.check_put(owner, space, keys, parent, sizes)
-        placing = Placing([], [])
-        self.intake.place(placing, space, keys, parent, sizes)
-        return placing
-
-    def needs_memory(self, placing: Placing, tenant: Tenant) -> bool:
-        """Whether it stopped for want of a slab whose memory must be replaced first, which takes a while."""
-        full = bool(placing.placements) and placing.placements[-1] is Placement.FULL
-        return full and self.table.tiers[DRAM].pool.dirty(tenant.name) is not None
-
-    async def place_slowly(self, space: OpenNamespace, keys: Sequence[BlockKey],
-                           parent: BlockKey | None, sizes: Sequence[int]) -> Placing:  # fmt: skip
-        """As `place`, for a put that needs memory. Nothing is allocated while it waits."""
-        deadline = self.clock.now() + self.limits.put_timeout_s
-        while True:
-            placing = Placing([], [])
-            self.intake.place(placing, space, keys, parent, sizes)
-            if not self.needs_memory(placing, space.tenant) or self.clock.now() >= deadline:
-                return placing
-            missing = zip(placing.placements, sizes, strict=True)
-            missing_bytes = sum(slot_bytes(size) for placement, size in missing if placement is Placement.FULL)
-            self.withdraw(placing)
-            for _ in range(-(-missing_bytes // self.table.tiers[DRAM].pool.slab_bytes)):
-                if not await self.sizing.renew(space.tenant.name):
-                    break
-
-    def withdraw(self, placing: Placing) -> None:
-        """Free what was allocated for a put that is not `granted`."""
-        for replica in placing.replicas:
-            self.table.abort(replica, Cause.ABORTED)
-            self.table.let_go(replica)
-        self._settle()
-
-    def granted(self, owner: Owner, space: OpenNamespace, keys: Sequence[BlockKey], placing: Placing) -> None:
-        """Hand the slots to the writer: they are its own until commit, abort or the put's time limit."""
-        for key, placement in zip(keys, placing.placements, strict=True):
-            if placement in REFUSALS:
-                self.counters.refused_blocks[REFUSALS[placement]] += 1
-                self.history.remember(space.number, key, f"refused: {REFUSALS[placement]}", self.clock.now())
-        if placing.replicas:
-            expires_at = self.clock.now() + self.limits.put_timeout_s
-            placing.grant = self.holds.grant(owner, placing.replicas, expires_at)
-        self._settle()
-
-    def progress(self, owner: Owner, grant_id: int, layers: int) -> None:
-        """The first `layers` layers of every block of the grant are in place. The put's time limit begins anew."""
-        grant = self.holds.granted(owner, grant_id)
-        most = min(self._namespace(replica).namespace.layers for replica in grant.replicas)
-        if layers > most or any(layers < replica.layers for replica in grant.replicas):
-            raise InvalidRequest(f"layers in place go up, to {most} at most: not {layers}")
-        for replica in grant.replicas:
-            self.table.progress(replica, layers)
-        self.holds.extend(grant, self.clock.now() + self.limits.put_timeout_s)
-        self._settle()
-
-    def commit(self, owner: Owner, grant_id: int, checksums: Sequence[int], path: str) -> None:
-        """Every block of the grant is in place. StaleLease when it ran out; its slots are free then."""
-        grant = self.holds.written(owner, grant_id)
-        if len(checksums) != len(grant.replicas):
-            raise InvalidRequest(f"{len(checksums)} checksums for {len(grant.replicas)} blocks")
-        for replica in grant.replicas:
-            replica.layers = self._namespace(replica).namespace.layers
-        self.holds.finish(grant, checksums)
-        self.counters.stored_blocks += len(grant.replicas)
-        self.counters.stored_bytes[path] += grant.size_bytes
-        self._settle()
-
-    def commit_verified(
-        self, owner: Owner, grant_id: int, checksums: Sequence[int], found: Sequence[int], path: str
-    ) -> None:
-        """As `commit`, for bytes that the node received: `found` are their checksums. Corrupt gives the grant up."""
-        grant = self.holds.written(owner, grant_id)
-        for replica, expected, actual in zip(grant.replicas, checksums, found, strict=True):
-            if expected != actual:
-                self.abort(owner, grant_id, Cause.CORRUPT)
-                self.counters.corrupt_blocks += 1
-                raise Corrupt(f"block {replica.key.hex()} arrived with checksum {actual:016x}, not {expected:016x}")
-        self.commit(owner, grant_id, checksums, path)
-
-    def abort(self, owner: Owner, grant_id: int, cause: Cause = Cause.ABORTED) -> None:
-        """The writer will not write any more. Idempotent."""
-        self.holds.give_up(owner, grant_id, cause)
-        self._settle()
-
-    def receive(self, owner: Owner, grant_id: int, blocks: int) -> list[memoryview]:
-        """The slots of a grant, in the order of the put, for a payload to be received into: once.
-
-        StaleLease when the grant ran out, InvalidRequest for another number of blocks or a second payload.
-        """
-        grant = self.holds.written(owner, grant_id)
-        if grant.receiving:
-            raise InvalidRequest(f"grant {grant_id} has its payload already")
-        if blocks != len(grant.replicas):
-            raise InvalidRequest(f"{blocks} checksums for {len(grant.replicas)} blocks")
-        grant.receiving = True
-        return [self.view(replica) for replica in grant.replicas]
-
     # Operators.
 
-    def discard(self, space: OpenNamespace, keys: Sequence[BlockKey], cause: Cause) -> tuple[int, int]:
-        """Delete blocks: (how many, bytes of their slots)."""
+    def discard(self, space: OpenNamespace, keys: Sequence[BlockKey], cause: Cause, tier: str = "") -> tuple[int, int]:
+        """Delete blocks, from one tier if it is named: (how many, bytes of their slots). NotFound for no such tier.
+
+        In a bucket they stay for other nodes, and are not seen any more by this one.
+        """
+        if tier and tier not in self.table.tiers and (tier != OBJECT or self.below.bucket is None):
+            raise NotFound(f"no tier {tier!r} on this node")
+        if tier in ("", OBJECT) and self.below.bucket is not None:
+            self.below.bucket.forget(space.root, keys)
         blocks = freed_bytes = 0
         for tier_space in space.spaces:
+            if tier not in ("", tier_space.tier):
+                continue
             for key in keys:
-                replica = self.table.readable(tier_space, key)
-                if replica is not None:
+                replica = tier_space.replicas.get(key)
+                if replica is not None and self.promotion.is_loading(replica):
+                    self.promotion.give_up(replica)
+                elif replica is not None and replica.state is State.WRITTEN:
                     blocks += 1
-                    freed_bytes += slot_bytes(replica.size)
+                    freed_bytes += replica.group.slot_bytes
                     self.table.discard(replica, cause)
         self._settle()
         return blocks, freed_bytes
@@ -261,7 +214,7 @@ class Store:
         self.intake.check_batch(space, keys)
         corrupt = 0
         for key in keys:
-            replica = self.table.readable(space.spaces[0], key)
+            replica = self.table.readable(space.dram, key)
             if replica is None:
                 continue
             lease = self.holds.lease(NODE, [replica], self.clock.now() + self.limits.lease_max_s)
@@ -272,6 +225,8 @@ class Store:
             if found != replica.checksum and replica.state is State.WRITTEN:
                 corrupt += 1
                 self.table.discard(replica, Cause.CORRUPT)
+        if self.lifting is not None:
+            corrupt += await self.lifting.verify(space, keys)
         self.counters.corrupt_blocks += corrupt
         self._settle()
         return corrupt
@@ -281,7 +236,7 @@ class Store:
         self.intake.check_batch(space, keys)
         replicas = []
         for key in keys:
-            replica = self.table.readable(space.spaces[0], key)
+            replica = self.table.readable(space.dram, key)
             if replica is None:
                 break
             replicas.append(replica)
@@ -293,6 +248,18 @@ class Store:
         if not self.holds.unpin(tenant.name, pin_id):
             raise NotFound(f"no pin {pin_id} of tenant {tenant.name}")
         self._settle()
+
+    def listed(self, space: OpenNamespace) -> Iterator[tuple[BlockKey, Replica]]:
+        """Every block of a namespace that lies on this node, in its fastest tier; in no order but a stable one."""
+        for position, tier_space in enumerate(space.spaces):
+            faster = space.spaces[:position]
+            for key, replica in tier_space.replicas.items():
+                if not any(key in other.replicas for other in faster):
+                    yield key, replica
+
+    def problems(self) -> Iterator[str]:
+        """Fsck of the live node: what is wrong, a sentence each."""
+        return check(self.table, self.holds)
 
     # Upkeep.
 
@@ -316,35 +283,38 @@ class Store:
             if space is None or space.tenant.name != tenant or part >= space.namespace.parts:
                 continue
             key = part_of(space, BlockKey(name[IDENT_PREFIX.size :]), part)
-            replica = self.table.readable(space.spaces[0], key)
+            replica = self.table.readable(space.dram, key)
             if replica is not None:
-                self.table.touch(replica)
+                self._use(replica)
                 space.hit_blocks += min(blocks, self.limits.batch_blocks)
                 self.counters.loaded_bytes["shared"] += replica.size * min(blocks, self.limits.batch_blocks)
 
     def evict_step(self, low_bytes: int, blocks: int) -> bool:
-        """Evict up to `blocks` of the coldest down to `low_bytes` in use; whether there is more to do."""
+        """Evict up to `blocks` of the coldest of DRAM down to `low_bytes` in use; whether there is more to do."""
         tier = self.table.tiers[DRAM]
+        more = False
         for _ in range(blocks):
-            if tier.used_bytes <= low_bytes:
-                break
             replica = self.table.coldest(DRAM)
-            if replica is None:
+            more = replica is not None and tier.used_bytes > low_bytes
+            if replica is None or not more:
                 break
             self.table.evict(replica, Cause.WATERMARK)
-        else:
-            self._settle()
-            return True
         self._settle()
-        return False
+        return more
 
-    def empty_slab(self, cause: Cause) -> bool:
-        """Evict all of the coldest slab that can be emptied; False when none can."""
-        emptied = self.table.empty_coldest_slab(DRAM, cause)
+    def empty_slab(self, tier: TierName, cause: Cause) -> bool:
+        """Evict all of the coldest slab of DRAM or HBM that can be emptied; False when none can."""
+        emptied = self.table.empty_coldest_slab(tier, cause)
         self._settle()
         return emptied
 
     # Inside.
+
+    def _use(self, replica: Replica) -> None:
+        """It was read: what is of use is worth writing below."""
+        self.table.use(replica)
+        if replica.hits == 1:
+            self.demotion.offer(replica)
 
     def _settle(self) -> None:
         """Make known what the table changed."""
@@ -352,41 +322,39 @@ class Store:
         if not events:
             return
         self.exports.apply(events)
+        if self.below.records is not None:
+            self.below.records.note(events)
         for event in events:
             self._note(event)
 
     def _note(self, event: Event) -> None:
-        space, key = event.replica.space, event.replica.key
+        replica = event.replica
+        space, key = replica.space, replica.key
         if event.cause is not None:
             self.counters.removed_blocks[event.cause.value] += 1
-            self.history.remember(space.number, key, f"removed: {event.cause.value}", self.clock.now())
+            if event.cause is not Cause.DEMOTED and space.tier != HBM:  # there it was a copy
+                self.history.remember(space.number, key, f"removed: {event.cause.value}", self.clock.now())
         elif event.change is Change.COMMITTED:
             self.history.forget(space.number, key)
-        for future in self._arrivals.pop((space.number, key), ()) if self._arrivals else ():
-            if not future.done():
-                future.set_result(None)
+            if space.tier == DRAM:
+                self.demotion.offer(replica)
+        self.reads.note(event)
 
-    async def _arrival(self, number: int, key: BlockKey, wait_s: float) -> None:
-        """Until something happens to `key`, at most `wait_s`."""
-        future = asyncio.get_running_loop().create_future()
-        waiting = self._arrivals.setdefault((number, key), [])
-        waiting.append(future)
-        try:
-            await asyncio.wait([future], timeout=wait_s)
-        finally:
-            waiting.remove(future) if future in waiting else None
-            if not waiting and self._arrivals.get((number, key)) is waiting:
-                del self._arrivals[number, key]
+    async def _copy_within(self, pairs: Sequence[tuple[Slot, Slot, int]]) -> None:
+        view = self.dram.view
+        await self.copier.copy([(view(target, size), view(source, size)) for source, target, size in pairs])
 
-    def _being_written(self, space: OpenNamespace, key: BlockKey) -> BlockKey | None:
-        """The part of the block that somebody is writing, if a part is what it lacks."""
-        for part in range(space.namespace.parts):
-            replica = space.spaces[0].replicas.get(part_of(space, key, part))
-            if replica is not None and replica.state is State.ALLOCATED:
-                return replica.key
-        return None
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` until it ends or the store is closed."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
 
-    def _namespace(self, replica: Replica) -> OpenNamespace:
-        found = self.catalogue.of_number(replica.space.number)
-        assert found is not None, "namespaces are never closed"
-        return found
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._crashed(error)
+
+    async def _look_into_bucket(self, space: OpenNamespace) -> None:
+        assert self.below.bucket is not None
+        await self.below.bucket.refresh(space.root)

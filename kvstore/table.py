@@ -5,21 +5,19 @@ event-loop thread, and `now` is an argument. What must be done about a change (p
 it, tell others) is the caller's part: `take_changes` hands over what happened since the last call, in order.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
-from typing import NamedTuple
 
-from kvstore.emptying import victims
+from kvstore.emptying import next_to_go, victims
 from kvstore.errors import InvalidRequest, TierFull
-from kvstore.evictable import Evictable
+from kvstore.evictable import Evictable, WholeSlabs
 from kvstore.gallop import gallop
 from kvstore.replica import Replica, Space
-from kvstore.slab import Slab, SlabPool, slot_bytes
+from kvstore.slab import Slab
+from kvstore.tier_state import Event, Move, Tier, TierShape
 from kvstore.types import BlockKey, Cause, Change, GroupKey, Placement, State, TierName
 
-__all__ = ["TRANSITIONS", "BlockTable", "Event", "Replica", "Space", "Tier"]
+__all__ = ["TRANSITIONS", "BlockTable", "Event", "Move", "Replica", "Space", "Tier", "TierShape"]
 
 TRANSITIONS: dict[tuple[State, State], str] = {
     (State.ALLOCATED, State.WRITTEN): "commit",
@@ -31,37 +29,11 @@ TRANSITIONS: dict[tuple[State, State], str] = {
 _NOWHERE = Slab(0)
 
 
-class Event(NamedTuple):
-    """One change, as `take_changes` hands it over."""
-
-    change: Change
-    replica: Replica
-    cause: Cause | None = None
-
-
-@dataclass(slots=True)
-class Tier:
-    """What the table knows of one tier."""
-
-    name: TierName
-    pool: SlabPool
-    evictable: Evictable
-    draining: set[Replica] = field(default_factory=set)
-    used_bytes: int = 0  # of slots that are not free
-    tenant_bytes: dict[str, int] = field(default_factory=dict)
-    replicas: int = 0
-
-
-@lru_cache(1024)
-def _group_of(tenant: str, size: int) -> GroupKey:
-    return GroupKey(tenant, slot_bytes(size))
-
-
 class BlockTable:
-    """Replicas of all spaces of all tiers. `tiers`: bytes of a slab by tier; capacity is the pool's slabs."""
+    """Replicas of all spaces of all tiers, fastest first. A tier's capacity is its pool's slabs."""
 
-    def __init__(self, tiers: dict[TierName, int], policy: str = "lru") -> None:
-        self.tiers = {name: Tier(name, SlabPool(slab_bytes), Evictable(policy)) for name, slab_bytes in tiers.items()}
+    def __init__(self, tiers: Mapping[TierName, TierShape]) -> None:
+        self.tiers = {name: shape.make(name) for name, shape in tiers.items()}
         self._spaces: dict[tuple[str, int, TierName], Space] = {}
         self._changes: list[Event] = []
         self._versions = count(1)
@@ -113,6 +85,27 @@ class BlockTable:
             self._adopt(replica, parent)
         return replica
 
+    def restore(self, replica: Replica) -> None:
+        """Take up a written replica of an earlier start, whole with its slab, slot and checksum.
+
+        Its key is not in its space, and its slot is nobody's.
+        """
+        space, slab, key = replica.space, replica.slab, replica.key
+        tier = self.tiers[space.tier]
+        assert key not in space.replicas
+        assert replica.state is State.WRITTEN
+        slab.restore(replica.index, replica, replica.generation)
+        self._uses += 1
+        replica.last_use = slab.last_use = self._uses
+        replica.version = next(self._versions)
+        space.replicas[key] = replica
+        self._count(tier, space.tenant, +replica.group.slot_bytes)
+        tier.replicas += 1
+        if replica.parent is not None:
+            self._adopt(replica, replica.parent)
+        if key not in space.first_child and not replica.holders:
+            tier.evictable.add(replica)
+
     def placement(self, space: Space, key: BlockKey) -> Placement | None:
         """What stands in the way of allocating `key`: PRESENT, BUSY or nothing."""
         replica = space.replicas.get(key)
@@ -148,8 +141,11 @@ class BlockTable:
         replica = space.replicas.get(key)
         return replica if replica is not None and replica.state is State.WRITTEN else None
 
-    def match(self, spaces: Sequence[Space], keys: Sequence[BlockKey]) -> int:
-        """How many of `keys`, a chain, can be read here now, from the first. Changes nothing but recency.
+    def match(self, spaces: Sequence[Space], keys: Sequence[BlockKey],
+              elsewhere: Callable[[BlockKey], bool] | None = None) -> int:  # fmt: skip
+        """How many of `keys`, a chain, can be read now, from the first. Changes nothing but recency.
+
+        `elsewhere` says of a key that is not here whether it can be read all the same.
 
         It gallops: blocks go leaves first, so a block that is here vouches for those before it. Where that
         fails (a parent was discarded) the answer is too high; whoever acquires checks each block.
@@ -162,10 +158,12 @@ class BlockTable:
                     return replica
             return None
 
-        matched = gallop(lambda position: here(position) is not None, len(keys))
-        if matched:
-            last = here(matched - 1)
-            assert last is not None
+        def found(position: int) -> bool:
+            return here(position) is not None or (elsewhere is not None and elsewhere(keys[position]))
+
+        matched = gallop(found, len(keys))
+        last = here(matched - 1) if matched else None
+        if last is not None:
             self.touch(last)
         return matched
 
@@ -175,6 +173,11 @@ class BlockTable:
         replica.last_use = replica.slab.last_use = self._uses
         if replica.is_evictable:
             self._evictable(replica).touch(replica)
+
+    def use(self, replica: Replica) -> None:
+        """Its bytes were used: it is touched, and has shown that it is worth keeping."""
+        replica.hits += 1
+        self.touch(replica)
 
     def hold(self, replica: Replica) -> None:
         """Keep its slot until `let_go`."""
@@ -229,6 +232,53 @@ class BlockTable:
         if not replica.holders:
             self._drain(replica)
 
+    def coldest_chain(self, tier_name: TierName, most_bytes: int) -> list[Replica]:
+        """What goes next, of one chain, each before its parent; up to `most_bytes`, at least one if there is one."""
+        coldest = self.coldest(tier_name)
+        return next_to_go(coldest, most_bytes) if coldest is not None else []
+
+    def begin_move(self, replica: Replica) -> Move | None:
+        """Take a second slot of its class for a written replica that nobody holds; None when there is no room.
+
+        Both slots are kept until `end_move`, however it ends.
+        """
+        assert replica.state is State.WRITTEN
+        assert not replica.holders
+        tier = self.tiers[replica.space.tier]
+        taken = tier.pool.take(replica.group, replica)
+        if taken is None:
+            return None
+        move = Move(replica, *taken)
+        move.slab.held += 1
+        tier.moves.add(move)
+        self._count(tier, replica.space.tenant, +replica.group.slot_bytes)
+        self.hold(replica)
+        return move
+
+    def end_move(self, move: Move, *, is_copied: bool) -> bool:
+        """Whether it lies in its new slot from here on: not if it went meanwhile, or somebody else holds it."""
+        replica = move.replica
+        tier = self.tiers[replica.space.tier]
+        tier.moves.remove(move)
+        move.slab.held -= 1
+        self._count(tier, replica.space.tenant, -replica.group.slot_bytes)
+        is_moved = is_copied and replica.state is State.WRITTEN and replica.holders == 1
+        if is_moved:
+            old_slab, old_index = replica.slab, replica.index
+            old_slab.held -= 1
+            old_slab.pinned -= replica.soft_pins > 0
+            replica.slab, replica.index, replica.generation = move.slab, move.index, move.generation
+            move.slab.held += 1
+            move.slab.pinned += replica.soft_pins > 0
+            move.slab.last_use = max(move.slab.last_use, replica.last_use)
+            replica.version = next(self._versions)
+            self._changes.append(Event(Change.MOVED, replica))
+            tier.pool.give_back(old_slab, old_index)
+        else:
+            tier.pool.give_back(move.slab, move.index)
+        self.let_go(replica)
+        return is_moved
+
     def has_room(self, space: Space, size: int) -> bool:
         """Whether `allocate` would find a slot for a block of `size` bytes."""
         return self.tiers[space.tier].pool.has_room(self._group(space, size))
@@ -274,12 +324,9 @@ class BlockTable:
         replica.state = state
 
     def _group(self, space: Space, size: int) -> GroupKey:
-        slab_bytes = self.tiers[space.tier].pool.slab_bytes
-        if not 0 < size <= slab_bytes:
-            raise InvalidRequest(f"a block has 1 to {slab_bytes} bytes, not {size}")
-        return _group_of(space.tenant, size)
+        return self.tiers[space.tier].group(space.tenant, size)
 
-    def _evictable(self, replica: Replica) -> Evictable:
+    def _evictable(self, replica: Replica) -> Evictable | WholeSlabs:
         return self.tiers[replica.space.tier].evictable
 
     def _empty_slab(self, slabs: Iterable[Slab], cause: Cause, *, pinned_too: bool) -> bool:
@@ -319,8 +366,10 @@ class BlockTable:
     def _adopt(self, replica: Replica, parent_key: BlockKey) -> None:
         """Count a child in: its parent may not be evicted before it."""
         parent = replica.space.replicas.get(parent_key)
-        if parent is not None and parent.is_evictable:
-            self._evictable(parent).remove(parent)
+        if parent is not None:
+            replica.depth = parent.depth + 1
+            if parent.is_evictable:
+                self._evictable(parent).remove(parent)
         replica.space.add_child(replica, parent_key)
 
     def _orphan(self, replica: Replica, parent_key: BlockKey) -> None:
@@ -330,6 +379,7 @@ class BlockTable:
         if parent is None:
             return
         parent.last_use = max(parent.last_use, replica.last_use)
+        parent.hits = max(parent.hits, replica.hits)
         parent.slab.last_use = max(parent.slab.last_use, parent.last_use)
         if parent.is_evictable:
             self._evictable(parent).add(parent)

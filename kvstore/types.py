@@ -16,7 +16,10 @@ TierName = NewType("TierName", str)
 Owner = NewType("Owner", int)
 """A client's session on this node. Whatever it holds is freed when it ends."""
 
+HBM = TierName("hbm")
 DRAM = TierName("dram")
+NVME = TierName("nvme")
+OBJECT = TierName("object")
 
 
 class State(Enum):
@@ -35,6 +38,7 @@ class Change(Enum):
 
     PROGRESSED = "progressed"
     COMMITTED = "committed"
+    MOVED = "moved"  # to another slot of its tier
     REMOVED = "removed"
 
 
@@ -43,11 +47,14 @@ class Cause(Enum):
 
     PRESSURE = "pressure"  # a put needed its room
     WATERMARK = "watermark"  # background eviction down to the low watermark
+    DEMOTED = "demoted"  # as by watermark, and a copy lies in a lower tier
     QUOTA = "quota"  # its tenant needed the room for something newer
     SLAB_TAKEN = "slab_taken"  # another size class needed its slab
     SHRUNK = "shrunk"  # the tier's capacity was made smaller
+    DRAINED = "drained"  # somebody asked for its tier to be emptied
     DELETED = "deleted"  # somebody asked for it
     CORRUPT = "corrupt"  # its bytes did not have its checksum
+    LOAD_FAILED = "load_failed"  # its bytes could not be read, or not in time
     ABORTED = "aborted"  # its writer gave up
     WRITER_LOST = "writer_lost"  # its writer's session ended
     PUT_TIMEOUT = "put_timeout"  # its writer took too long

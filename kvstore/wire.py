@@ -8,14 +8,12 @@ Acquired that was asked to deliver: the blocks one after the other, in the order
 """
 
 import struct
-from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from kvstore.errors import ERRORS, ProtocolError, Rejected, StoreError
 from kvstore.prefix import Namespace
-from kvstore.types import BlockKey
 
 PROTOCOL = 1
 MAGIC = 0x314B5643  # "CVK1"
@@ -54,15 +52,17 @@ class Welcome(Message, frozen=True, tag="welcome"):
 class Attach(Message, frozen=True, tag="attach"):
     """Descriptors for the session of `ticket`: of its index and ring if `slab_ids` is empty, else of those slabs.
 
-    They come with the answer as SCM_RIGHTS, slabs read-only unless the session may write.
+    They come with the answer as SCM_RIGHTS, slabs read-only unless the session may write. `tier` is "hbm" or DRAM.
     """
 
     ticket: bytes
     slab_ids: tuple[int, ...]
+    tier: str = ""
 
 
 class Attached(Message, frozen=True, tag="attached"):
     sizes: tuple[int, ...]  # bytes of each, in the order of the descriptors
+    handles: tuple[bytes, ...] = ()  # of slabs on a GPU, which have no descriptors: docs/hbm.md
 
 
 class Open(Message, frozen=True, tag="open"):
@@ -94,6 +94,8 @@ class Acquire(Message, frozen=True, tag="acquire"):
 
     With `layers` > 0 a block that is being written counts as soon as that many layers are in place.
     With `deliver` nothing is held beyond the answer: the blocks follow it as payload.
+    Blocks of lower tiers are loaded if they come within `load_ms`, and sooner than they could be computed at
+    `tokens_per_s` (0: not known). With `tier` "hbm" they are brought there, and held there and nowhere else.
     """
 
     namespace: int
@@ -102,6 +104,9 @@ class Acquire(Message, frozen=True, tag="acquire"):
     wait_ms: int = 0
     layers: int = 0
     deliver: bool = False
+    load_ms: int = 0
+    tokens_per_s: float = 0.0
+    tier: str = ""
 
 
 class Acquired(Message, frozen=True, tag="acquired"):
@@ -114,6 +119,7 @@ class Acquired(Message, frozen=True, tag="acquired"):
     sizes: bytes
     checksums: bytes
     layers: bytes
+    event: bytes = b""  # on a GPU: the reader's stream waits for it first
 
 
 class Renew(Message, frozen=True, tag="renew"):
@@ -125,6 +131,7 @@ class Release(Message, frozen=True, tag="release"):
     """Idempotent."""
 
     lease_id: int
+    event: bytes = b""  # on a GPU: after the reader's last use
 
 
 class Put(Message, frozen=True, tag="put"):
@@ -170,6 +177,45 @@ class Abort(Message, frozen=True, tag="abort"):
     grant_id: int
 
 
+class Promote(Message, frozen=True, tag="promote"):
+    """Begin to load what of these blocks lower tiers have, and do not wait for it."""
+
+    namespace: int
+    keys: bytes
+    load_ms: int
+
+
+class Promoted(Message, frozen=True, tag="promoted"):
+    loading: int  # blocks (parts) on their way
+
+
+class Demote(Message, frozen=True, tag="demote"):
+    """Write blocks into a lower tier: those of `keys`, or all of the namespace with `whole`. With `evict` they go from
+    DRAM then."""
+
+    namespace: int
+    keys: bytes
+    whole: bool
+    tier: str
+    evict: bool
+
+
+class Demoted(Message, frozen=True, tag="demoted"):
+    written: int  # blocks that the tier has now and had not
+    evicted: int
+
+
+class Drain(Message, frozen=True, tag="drain"):
+    """Empty a tier: what is worth it goes to the next lower one. Needs an admin."""
+
+    tier: str
+
+
+class Drained(Message, frozen=True, tag="drained"):
+    blocks: int
+    left: int  # held by somebody, or its slab is
+
+
 class Report(Message, frozen=True, tag="report"):
     """A reader found bytes that do not have their checksum: the node looks for itself, and drops them if so."""
 
@@ -182,11 +228,12 @@ class Reported(Message, frozen=True, tag="reported"):
 
 
 class Evict(Message, frozen=True, tag="evict"):
-    """Delete blocks by key, or all of the namespace with `whole`."""
+    """Delete blocks by key, or all of the namespace with `whole`; from one tier only if it is named."""
 
     namespace: int
     keys: bytes
     whole: bool = False
+    tier: str = ""
 
 
 class Evicted(Message, frozen=True, tag="evicted"):
@@ -274,11 +321,11 @@ class Failed(Message, frozen=True, tag="failed"):
 
 Request = (
     Hello | Attach | Open | Match | Acquire | Renew | Release | Put | Progress | Commit | Abort | Report
-    | Evict | Pin | Unpin | Explain | List | Stat | SetTier | Check
+    | Promote | Demote | Drain | Evict | Pin | Unpin | Explain | List | Stat | SetTier | Check
 )  # fmt: skip
 Reply = (
-    Welcome | Attached | Opened | Matched | Acquired | Placed | Reported | Evicted | Pinned | Explained
-    | Listed | Stats | Checked | Done | Failed
+    Welcome | Attached | Opened | Matched | Acquired | Placed | Reported | Promoted | Demoted | Drained
+    | Evicted | Pinned | Explained | Listed | Stats | Checked | Done | Failed
 )  # fmt: skip
 
 REQUESTS: dict[str, type[Message]] = {str(cls.__struct_config__.tag): cls for cls in Request.__args__}
@@ -344,25 +391,3 @@ def to_error(reply: Failed) -> StoreError:
     if issubclass(cls, Rejected):
         return cls(reply.message, reply.retry_after_s)
     return cls(reply.message)
-
-
-def pack_u64(values: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(values)}Q", *values)
-
-
-def unpack_u64(packed: bytes) -> tuple[int, ...]:
-    """Raises ProtocolError when it is no whole number of u64."""
-    if len(packed) % 8:
-        raise ProtocolError(f"{len(packed)} bytes are no whole number of u64")
-    return struct.unpack(f"<{len(packed) // 8}Q", packed)
-
-
-def pack_keys(keys: Iterable[BlockKey]) -> bytes:
-    return b"".join(keys)
-
-
-def unpack_keys(packed: bytes, key_bytes: int) -> list[BlockKey]:
-    """Raises ProtocolError when it is no whole number of keys."""
-    if len(packed) % key_bytes:
-        raise ProtocolError(f"{len(packed)} bytes are no whole number of keys of {key_bytes}")
-    return [BlockKey(packed[at : at + key_bytes]) for at in range(0, len(packed), key_bytes)]

@@ -8,7 +8,27 @@ from typing import Annotated
 import typer
 
 from kvstore.errors import ConfigError
-from server.commands import check, config, evict, explain, get, ls, match, namespace, node, pin, put, stat, tiers, top
+from server.commands import (
+    check,
+    config,
+    demote,
+    doctor,
+    drain,
+    evict,
+    explain,
+    get,
+    ls,
+    match,
+    namespace,
+    node,
+    pin,
+    promote,
+    put,
+    stat,
+    tiers,
+    top,
+    trace,
+)
 from server.commands.reach import BareCommand, LocalCommand, NodeCommand
 
 app = typer.Typer(
@@ -30,9 +50,17 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "unpin": pin.unpin,
         "explain": explain.explain,
     },
-    "Watch and operate": {"stat": stat.stat, "top": top.top, "tiers": tiers.tiers, "check": check.check},
+    "Watch and operate": {
+        "stat": stat.stat,
+        "top": top.top,
+        "tiers": tiers.tiers,
+        "promote": promote.promote,
+        "demote": demote.demote,
+        "drain": drain.drain,
+        "check": check.check,
+    },
 }
-SERVE = "Serve"
+SERVE, OPERATE = "Serve", "Watch and operate"
 
 
 def _show_version(*, wanted: bool | None) -> None:
@@ -93,6 +121,14 @@ for panel, commands in PANELS.items():
     for name, command in commands.items():
         app.command(name, cls=NodeCommand, rich_help_panel=panel)(command)
 app.add_typer(namespace.app, name="namespace", rich_help_panel="Blocks")
+app.add_typer(trace.app, name="trace", rich_help_panel="Watch and operate")
+app.command(
+    "doctor",
+    cls=NodeCommand,
+    rich_help_panel=OPERATE,
+    context_settings=config.ANY_SETTING,
+    options_metavar="[OPTIONS] [--a.b.c VALUE]...",
+)(doctor.doctor)
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ SOCKET_PATH_BYTES: Final = 107  # sockaddr_un holds 108, the last of them zero
 PAGE_BYTES: Final = 4096
 HUGE_PAGE_BYTES: Final = 2 << 20
 LEAST_FRAME_BYTES: Final = 64 << 10
+LEAST_DISK_SLABS: Final = 4
 TOKEN_CHARACTERS: Final = 16
 YEAR_S: Final = 365 * 86_400
 
@@ -71,16 +72,53 @@ class DramSettings(msgspec.Struct, frozen=True, kw_only=True):
     slab: Bytes = 64 << 20
     high_watermark: Share = 0.95
     low_watermark: Share = 0.85
-    policy: Literal["lru"] = "lru"
+    policy: Literal["lru", "clock", "s3fifo", "adaptive"] = "lru"
     mlock: Wish = "try"
     huge_pages: Wish = "try"
     prefault: bool = True
 
 
+class HbmSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The tier in the memory of a GPU."""
+
+    device: str = ""  # "cuda:0", or "cpu" for tests; "": there is none
+    capacity: Bytes = 4 << 30
+    slab: Bytes = 64 << 20
+
+
+class NvmeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The tier on a local disk."""
+
+    path: str = ""  # "": there is none
+    capacity: Bytes = 32 << 30
+    slab: Bytes = 256 << 20
+    high_watermark: Share = 0.75
+    low_watermark: Share = 0.70
+    io: Literal["auto", "posix", "kvikio"] = "auto"
+    threads: Threads = 8
+    admission: Literal["second_hit", "all"] = "second_hit"
+    write: Literal["back", "through"] = "back"
+    write_budget: Bytes = 0  # per day; 0: no limit
+
+
+class ObjectSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The tier in object storage, which nodes share."""
+
+    url: str = ""  # "": there is none
+    options: Secret = ""  # of obstore, like endpoint=http://minio:9000,access_key_id=...
+    capacity: Bytes = 0  # 0: no limit
+    pack: Bytes = 64 << 20
+    codec: Literal["none", "lz4", "zstd"] = "none"
+    write: Literal["back", "through"] = "back"
+
+
 class TierSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The tiers, fastest first."""
+    """What blocks are kept in."""
 
     dram: DramSettings = DramSettings()
+    hbm: HbmSettings = HbmSettings()
+    nvme: NvmeSettings = NvmeSettings()
+    object: ObjectSettings = ObjectSettings()
 
 
 class IndexSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -228,6 +266,8 @@ def _contradictions(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield "with huge pages a slab must be a multiple of 2MiB", names
     if dram.slab > dram.capacity:
         yield "a slab must fit into the tier", ("tiers.dram.slab", "tiers.dram.capacity")
+    yield from _hbm_contradictions(config.tiers)
+    yield from _nvme_contradictions(config.tiers.nvme)
     if limits.frame_bytes < LEAST_FRAME_BYTES:
         yield "a frame must have room for 64KiB", ("limits.frame_bytes",)
     if limits.inflight_bytes < limits.frame_bytes:
@@ -240,6 +280,27 @@ def _contradictions(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
     if len(node.unix_socket.encode()) > SOCKET_PATH_BYTES:
         yield f"a socket's path may have at most {SOCKET_PATH_BYTES} bytes", ("node.unix_socket",)
     yield from _tenant_contradictions(config)
+
+
+def _hbm_contradictions(tiers: TierSettings) -> Iterator[tuple[str, tuple[str, ...]]]:
+    hbm = tiers.hbm
+    if not hbm.slab or hbm.slab % PAGE_BYTES:
+        yield "a slab must be a multiple of 4KiB", ("tiers.hbm.slab",)
+    if hbm.device and hbm.slab > hbm.capacity:
+        yield "a slab must fit into the tier", ("tiers.hbm.slab", "tiers.hbm.capacity")
+    if hbm.device and hbm.slab < tiers.dram.slab:
+        yield "a slab in HBM must have room for any block of DRAM", ("tiers.hbm.slab", "tiers.dram.slab")
+
+
+def _nvme_contradictions(nvme: NvmeSettings) -> Iterator[tuple[str, tuple[str, ...]]]:
+    if nvme.low_watermark >= nvme.high_watermark:
+        names = ("tiers.nvme.low_watermark", "tiers.nvme.high_watermark")
+        yield "the low watermark must be below the high one", names
+    if not nvme.slab or nvme.slab % PAGE_BYTES:
+        yield "a slab must be a multiple of 4KiB", ("tiers.nvme.slab",)
+    if nvme.path and nvme.slab * LEAST_DISK_SLABS > nvme.capacity:
+        rule = f"the tier must have room for {LEAST_DISK_SLABS} slabs, or none is spare at the watermark"
+        yield rule, ("tiers.nvme.slab", "tiers.nvme.capacity")
 
 
 def _tenant_contradictions(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore import wire
 from kvstore.errors import Forbidden, InvalidRequest, ProtocolError, Rejected, StoreError
 from kvstore.transport.stream import FrameStream, sink
+from server.lending import lent
 from server.receipt import Receipt
 from server.session import Answer, Session
 
@@ -214,7 +215,7 @@ class Connection(FrameStream):
         except TimeoutError:
             self._drop("does not read its blocks")
         finally:
-            session.store.release(session.owner, lease_id)
+            session.store.reads.release(session.owner, lease_id)
 
     def _payload_targets(self, request: wire.Message, payload_bytes: int) -> Sequence[memoryview]:
         limits = self._node.config.limits
@@ -258,11 +259,11 @@ class Connection(FrameStream):
             if self.is_stranger:
                 self._known()
             await self.drained()
-            regions, writable = session.regions(request.slab_ids)
+            regions, writable, handles = lent(session, request.slab_ids, request.tier)
             for region, may_write in zip(regions, writable, strict=True):
                 descriptors.append(os.dup(region.fd) if may_write else region.readonly_fd())
             sizes = tuple(region.size for region in regions)
-            self._send_descriptors(wire.encode(wire.Attached(request.id, sizes)), descriptors)
+            self._send_descriptors(wire.encode(wire.Attached(request.id, sizes, handles)), descriptors)
         except StoreError as error:
             self._fail(request.id, error)
         except OSError as error:  # it went, or does not read what it asked for, or this process has no descriptors left

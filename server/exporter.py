@@ -9,12 +9,20 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from kvstore.metrics import METRICS
+from kvstore.types import NVME, OBJECT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from server.node import Node
 
+OBJECT_COUNTS = {  # metric: what ObjectTier.describe() calls it
+    "cairn_object_retries_total": "retries",
+    "cairn_object_errors_total": "errors",
+    "cairn_object_packs": "packs",
+    "cairn_object_packs_trimmed_total": "trimmed",
+    "cairn_object_packs_gone_total": "gone",
+}
 Samples = Iterable[tuple[tuple[str, ...], float]]
 
 
@@ -44,7 +52,10 @@ class Exporter(Collector):
 
     def _samples(self) -> Iterator[tuple[str, Samples]]:
         yield from self._counted()
+        yield from self._moved()
         yield from self._present()
+        yield from self._below()
+        yield from self._bucket()
 
     def _counted(self) -> Iterator[tuple[str, Samples]]:
         store = self._node.store
@@ -66,6 +77,20 @@ class Exporter(Collector):
         yield "cairn_lapsed_holds_total", [((), counters.lapsed_holds)]
         yield "cairn_lost_sessions_total", [((), counters.lost_sessions)]
 
+    def _moved(self) -> Iterator[tuple[str, Samples]]:
+        store = self._node.store
+        counters, admission = store.counters, store.below.admission
+        refused = {"used once": admission.unused_blocks, "over budget": admission.over_budget_blocks}
+        yield "cairn_promoted_blocks_total", _labelled(counters.promoted_blocks)
+        yield "cairn_demoted_blocks_total", _labelled(counters.demoted_blocks)
+        yield "cairn_shed_blocks_total", [((), counters.shed_blocks)]
+        yield "cairn_too_slow_blocks_total", [((), counters.loads_too_slow)]
+        yield "cairn_hedged_blocks_total", [((), counters.hedged_loads)]
+        yield "cairn_hedges_won_total", [((), counters.hedges_won)]
+        yield "cairn_readmitted_blocks_total", [((), counters.readmitted_blocks)]
+        yield "cairn_admitted_bytes_total", [((), admission.admitted_bytes)]
+        yield "cairn_admission_refused_blocks_total", _labelled(refused)
+
     def _present(self) -> Iterator[tuple[str, Samples]]:
         store = self._node.store
         tiers = [(str(tier.name), tier) for tier in store.table.tiers.values()]
@@ -73,16 +98,68 @@ class Exporter(Collector):
         for name, tier in tiers:
             spare = sum(1 for _ in tier.pool.spare())
             slabs += [((name, "cut"), len(tier.pool.slabs) - spare), ((name, "spare"), spare)]
-        used = [((name, tenant), size) for name, tier in tiers for tenant, size in tier.tenant_bytes.items()]
+        capacity: dict[str, float] = {name: tier.pool.capacity_bytes for name, tier in tiers}
+        used: dict[str, float] = {name: tier.used_bytes for name, tier in tiers}
+        blocks: dict[str, float] = {name: tier.replicas for name, tier in tiers}
+        bucket = store.below.bucket
+        if bucket is not None:
+            told = bucket.describe()
+            capacity[OBJECT], used[OBJECT], blocks[OBJECT] = bucket.spec.capacity_bytes, told["bytes"], told["blocks"]
+        owned = [((name, tenant), size) for name, tier in tiers for tenant, size in tier.tenant_bytes.items()]
         indexes = store.exports.describe()
         yield "cairn_sessions", _labelled({**self._node.connections, "rest": self._http_sessions()})
-        yield "cairn_tier_capacity_bytes", [((name,), tier.pool.capacity_bytes) for name, tier in tiers]
-        yield "cairn_tier_used_bytes", [((name,), tier.used_bytes) for name, tier in tiers]
-        yield "cairn_tier_blocks", [((name,), tier.replicas) for name, tier in tiers]
+        yield "cairn_tier_capacity_bytes", _labelled(capacity)
+        yield "cairn_tier_used_bytes", _labelled(used)
+        yield "cairn_tier_blocks", _labelled(blocks)
         yield "cairn_tier_slabs", slabs
-        yield "cairn_tenant_used_bytes", used
+        yield "cairn_tenant_used_bytes", owned
         yield "cairn_index_published_blocks", [((name,), index["published"]) for name, index in indexes.items()]
         yield "cairn_index_crowded_out_total", [((name,), index["crowded_out"]) for name, index in indexes.items()]
+
+    def _below(self) -> Iterator[tuple[str, Samples]]:
+        """Of the tiers below DRAM that there are."""
+        store = self._node.store
+        disk, bucket, records = store.below.disk, store.below.bucket, store.below.records
+        read: dict[str, float] = {}
+        written: dict[str, float] = {}
+        reads: dict[str, float] = {}
+        writes: dict[str, float] = {}
+        reading: dict[str, float] = {}
+        writing: dict[str, float] = {}
+        healthy: dict[str, float] = {}
+        failures: list[tuple[tuple[str, ...], float]] = []
+        if disk is not None:
+            read[NVME], written[NVME] = disk.reading.total_bytes, disk.writing.total_bytes
+            reads[NVME], writes[NVME] = disk.reading.requests, disk.writing.requests
+            reading[NVME], writing[NVME] = disk.reading.bytes_per_s, disk.writing.bytes_per_s
+            healthy[NVME] = disk.read_health.is_well and disk.write_health.is_well
+            failures += [((NVME, "read"), disk.read_health.failures), ((NVME, "write"), disk.write_health.failures)]
+        if bucket is not None:
+            told = bucket.describe()
+            read[OBJECT], written[OBJECT] = told["bytes_read"], told["bytes_written"]
+            reads[OBJECT], writes[OBJECT] = told["requests"].get("get", 0), told["requests"].get("put", 0)
+            reading[OBJECT] = bucket.reading.bytes_per_s
+            healthy[OBJECT] = told["state"] == "up"
+        yield "cairn_tier_read_bytes_total", _labelled(read)
+        yield "cairn_tier_written_bytes_total", _labelled(written)
+        yield "cairn_tier_reads_total", _labelled(reads)
+        yield "cairn_tier_writes_total", _labelled(writes)
+        yield "cairn_tier_read_bytes_per_second", _labelled(reading)
+        yield "cairn_tier_write_bytes_per_second", _labelled(writing)
+        yield "cairn_tier_healthy", _labelled(healthy)
+        yield "cairn_tier_failures_total", failures
+        yield "cairn_tier_recovering", [((NVME,), store.demotion.is_paused)] if disk is not None else []
+        yield "cairn_tier_queued_jobs", [((NVME,), disk.queue.waiting)] if disk is not None else []
+        yield "cairn_ledger_pending_changes", [((), records.pending)] if records is not None else []
+
+    def _bucket(self) -> Iterator[tuple[str, Samples]]:
+        bucket = self._node.store.below.bucket
+        told = bucket.describe() if bucket is not None else {}
+        outcomes = {"hit": "hits", "miss": "misses", "damaged": "damaged"} if told else {}
+        yield "cairn_object_requests_total", _labelled(told.get("requests", {}))
+        yield "cairn_object_blocks_total", _labelled({name: told[counted] for name, counted in outcomes.items()})
+        for metric, name in OBJECT_COUNTS.items():
+            yield metric, [((), told[name])] if told else []
 
 
 def _labelled(numbers: Mapping[str, float]) -> Samples:

@@ -15,16 +15,10 @@ from pathlib import Path
 
 from engine_client.address import Address
 from kvstore.catalogue import Tenant
-from kvstore.clock import MonotonicClock
-from kvstore.copier import Copier
 from kvstore.errors import ConfigError
-from kvstore.intake import Limits
-from kvstore.store import Store
-from kvstore.table import BlockTable
-from kvstore.tiers import TierSpec
-from kvstore.tiers.dram import DramTier
 from kvstore.types import DRAM, Owner
 from kvstore.upkeep import Upkeep
+from server.assembly import make_store
 from server.config import Config, host_port
 from server.connection import Connection
 from server.rest import RestServer
@@ -34,8 +28,6 @@ from server.tenants import doorkeeper
 log = logging.getLogger("cairn.node")
 
 FREEZE_BLOCKS, FREEZE_LOOK_S = 50_000, 0.5
-LEAST_INDEX_ENTRIES, MOST_INDEX_ENTRIES = 1 << 16, 1 << 27
-INDEX_BYTES_PER_ENTRY = 4096  # of capacity: the index takes at most 1/64 of it, and is half full at 8 KiB a block
 
 
 class Node:
@@ -48,9 +40,9 @@ class Node:
         self.doorkeeper = doorkeeper(config)
         self.epoch = _next_epoch(run_dir / f"{config.node.name}.epoch")
         self.tickets: dict[bytes, Session] = {}
-        self.store = _make_store(config, self.epoch)
-        dram = config.tiers.dram
-        self.upkeep = Upkeep(self.store, capacity_bytes=dram.capacity, high=dram.high_watermark, low=dram.low_watermark)
+        made = make_store(config, self.epoch, self.doorkeeper.tenants, self.crashed)
+        self.store, self.recovery = made.store, made.recovery
+        self.upkeep = Upkeep(self.store, made.marks, made.capacities)
         self._owners = count(1)
         self._connections: dict[Connection, None] = {}  # oldest first
         self._servers: list[asyncio.Server] = []
@@ -118,9 +110,12 @@ class Node:
         """
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._loop_failed)
-        await self.store.sizing.grow()
-        self._spawn(self.upkeep.tend)
-        self._spawn(self.upkeep.keep_size)
+        await self.store.sizings[DRAM].grow()
+        if self.recovery is not None:
+            await self.recovery.begin()
+            self._spawn(self._recover)
+        for job in self.upkeep.jobs():
+            self._spawn(job)
         self._spawn(self._spare_the_collector)
         node = self.config.node
         self._servers.append(await self._listen_unix(Path(node.unix_socket), int(node.unix_mode, 8)))
@@ -158,13 +153,23 @@ class Node:
                 [asyncio.ensure_future(connection.closed.wait()) for connection in connections],
                 timeout=self.config.node.drain_seconds,
             )
+        if self._crash is None:
+            await self.store.demotion.flush(self.store.clock.now() + self.config.node.drain_seconds)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self.store.exports.close()
-        await self.store.dram.aclose()
-        self.store.copier.close()
+        await self.store.aclose()
         _remove(Path(self.config.node.unix_socket))
+
+    async def _recover(self) -> None:
+        """Take up what lies on the disk; nothing is written there before."""
+        assert self.recovery is not None
+        try:
+            await self.recovery.load()
+        except OSError as error:
+            log.error("the nvme tier is not used: %s", error)
+            return
+        self.store.demotion.is_paused = False
 
     async def _spare_the_collector(self) -> None:
         """Keep what the table holds out of full garbage collections: a third of a second at a million blocks.
@@ -174,6 +179,8 @@ class Node:
         frozen = 0
         while True:
             stored = self.store.counters.stored_blocks
+            if self.recovery is not None:
+                stored += self.recovery.found.blocks
             if stored - frozen >= FREEZE_BLOCKS:
                 gc.collect(1)
                 gc.freeze()
@@ -221,45 +228,6 @@ class Node:
             return await loop.create_server(lambda: Connection(self, "tcp"), host, port, ssl=context)
         except OSError as error:  # ssl.SSLError is one
             raise ConfigError(f"node.tcp_listen {node.tcp_listen}: {error.strerror or error}") from error
-
-
-def _make_store(config: Config, epoch: int) -> Store:
-    dram, limits = config.tiers.dram, config.limits
-    copier = Copier(config.copier.threads)
-    medium = DramTier(
-        TierSpec(DRAM, dram.slab),
-        copier,
-        huge_pages=dram.huge_pages,
-        mlock=dram.mlock,
-        prefault=dram.prefault,
-    )
-    return Store(
-        BlockTable({DRAM: dram.slab}, dram.policy),
-        medium,
-        copier,
-        MonotonicClock(),
-        limits=Limits(
-            batch_blocks=limits.batch_blocks,
-            inflight_bytes=limits.inflight_bytes,
-            leases_per_client=limits.leases_per_client,
-            lease_max_s=limits.lease_max,
-            put_timeout_s=limits.put_timeout,
-            wait_max_s=limits.wait_max,
-            namespaces_per_tenant=limits.namespaces_per_tenant,
-            explain_history=limits.explain_history,
-            pins_per_tenant=limits.pins_per_tenant,
-        ),
-        index_entries=_index_entries(config.index.entries, dram.capacity),
-        epoch=epoch,
-    )
-
-
-def _index_entries(wanted: int, capacity_bytes: int) -> int:
-    """A power of two, as an index has."""
-    if wanted:
-        return 1 << (wanted - 1).bit_length()
-    enough = 1 << (capacity_bytes // INDEX_BYTES_PER_ENTRY - 1).bit_length()
-    return min(max(enough, LEAST_INDEX_ENTRIES), MOST_INDEX_ENTRIES)
 
 
 def _allow_descriptors() -> None:

@@ -7,10 +7,10 @@ from kvstore import wire
 from kvstore.catalogue import OpenNamespace
 from kvstore.copier import checksum
 from kvstore.errors import InvalidRequest
+from kvstore.packed import unpack_keys, unpack_u64
 from kvstore.store import Store
 from kvstore.transport.stream import sink
 from kvstore.types import BlockKey, Owner, Placement
-from kvstore.wire import unpack_keys, unpack_u64
 
 AT_ONCE_BYTES = 256 << 10  # verified on the event loop; more than that in a copier thread
 
@@ -40,7 +40,7 @@ def keys_of(space: OpenNamespace, packed: bytes) -> list[BlockKey]:
 def receive_commit(store: Store, owner: Owner, request: wire.Commit) -> Receipt:
     """For the blocks of a grant, once."""
     checksums = list(unpack_u64(request.checksums))
-    slots = store.receive(owner, request.grant_id, len(checksums))
+    slots = store.puts.receive(owner, request.grant_id, len(checksums))
     return Receipt(request.grant_id, slots, slots, checksums, wire.Done(request.id))
 
 
@@ -50,14 +50,14 @@ def receive_put(store: Store, owner: Owner, space: OpenNamespace, request: wire.
     sizes, checksums = unpack_u64(request.sizes), unpack_u64(request.checksums)
     if len(checksums) != len(keys):
         raise InvalidRequest(f"{len(checksums)} checksums for {len(keys)} blocks")
-    placing = store.place(owner, space, keys, BlockKey(request.parent) if request.parent else None, sizes)
-    store.granted(owner, space, keys, placing)
+    placing = store.puts.place(owner, space, keys, BlockKey(request.parent) if request.parent else None, sizes)
+    store.puts.granted(owner, space, keys, placing)
     reply = wire.Placed(request.id, 0, bytes(placing.placements), b"", b"")
     granted = [placement is Placement.GRANTED for placement in placing.placements]
     receipt = Receipt(0, [], [], [crc for crc, is_wanted in zip(checksums, granted, strict=True) if is_wanted], reply)
     if placing.grant is not None:
         receipt.grant_id = placing.grant.grant_id
-        receipt.wanted = store.receive(owner, receipt.grant_id, len(receipt.checksums))
+        receipt.wanted = store.puts.receive(owner, receipt.grant_id, len(receipt.checksums))
     slots = iter(receipt.wanted)
     for size, is_wanted in zip(sizes, granted, strict=True):
         receipt.targets += [next(slots)] if is_wanted else sink(size)
@@ -71,11 +71,11 @@ def complete(store: Store, owner: Owner, receipt: Receipt, path: str) -> wire.Me
     if sum(map(len, receipt.wanted)) > AT_ONCE_BYTES:
         return _complete_later(store, owner, receipt, path)
     found = [checksum(block) for block in receipt.wanted]
-    store.commit_verified(owner, receipt.grant_id, receipt.checksums, found, path)
+    store.puts.commit_verified(owner, receipt.grant_id, receipt.checksums, found, path)
     return receipt.reply
 
 
 async def _complete_later(store: Store, owner: Owner, receipt: Receipt, path: str) -> wire.Message:
     found: Sequence[int] = await store.copier.checksums(receipt.wanted)
-    store.commit_verified(owner, receipt.grant_id, receipt.checksums, found, path)
+    store.puts.commit_verified(owner, receipt.grant_id, receipt.checksums, found, path)
     return receipt.reply

@@ -5,29 +5,29 @@ where nothing has to be waited for, else with a coroutine.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 from kvstore import wire
 from kvstore.catalogue import OpenNamespace, Tenant
-from kvstore.check import check
-from kvstore.errors import Forbidden, InvalidRequest, NotFound, ProtocolError
+from kvstore.errors import Forbidden, InvalidRequest, NotFound, ProtocolError, Rejected
 from kvstore.explain import explain
 from kvstore.holds import Lease
 from kvstore.intake import Placing
-from kvstore.region import Region
+from kvstore.lifting import Lifting
+from kvstore.packed import pack_u64, unpack_u64
 from kvstore.store import Store
 from kvstore.table import Replica
-from kvstore.types import DRAM, BlockKey, Cause, Owner, State
+from kvstore.types import HBM, OBJECT, BlockKey, Cause, Owner, State
 from kvstore.upkeep import Upkeep
-from kvstore.wire import pack_u64, unpack_u64
+from server.lending import lifting_of
 from server.receipt import Receipt, complete, keys_of, receive_commit, receive_put
 from server.stats import stats
 
 Answer = wire.Message | Awaitable[wire.Message]
 
-WRITES = (wire.Put, wire.Progress, wire.Commit, wire.Abort, wire.Evict, wire.Pin, wire.Unpin)
-ADMIN = (wire.SetTier, wire.Check)
+WRITES = (wire.Put, wire.Progress, wire.Commit, wire.Abort, wire.Demote, wire.Evict, wire.Pin, wire.Unpin)
+ADMIN = (wire.SetTier, wire.Check, wire.Drain)
 MOST_WAITING = 32  # acquires of one client; more are answered at once, or its own commits could not be read
 LIST_LIMIT = 10_000
 EVICT_STEP_BLOCKS = 64
@@ -54,6 +54,9 @@ class Session:
             wire.Commit: self._commit,
             wire.Abort: self._abort,
             wire.Report: self._report,
+            wire.Promote: self._promote,
+            wire.Demote: self._demote,
+            wire.Drain: self._drain,
             wire.Evict: self._evict,
             wire.Pin: self._pin,
             wire.Unpin: self._unpin,
@@ -88,7 +91,7 @@ class Session:
 
     def refuse(self, receipt: Receipt) -> None:
         """The payload is not what was announced: free its slots."""
-        self.store.abort(self.owner, receipt.grant_id)
+        self.store.puts.abort(self.owner, receipt.grant_id)
 
     def _admit(self, request: wire.Message) -> None:
         self.store.counters.requests[str(request.__struct_config__.tag)] += 1
@@ -120,14 +123,19 @@ class Session:
 
     def _match(self, request: wire.Match) -> Answer:
         space = self._space(request.namespace)
-        return wire.Matched(request.id, self.store.match(space, keys_of(space, request.keys)))
+        return wire.Matched(request.id, self.store.reads.match(space, keys_of(space, request.keys)))
 
     def _acquire(self, request: wire.Acquire) -> Answer:
         space = self._space(request.namespace)
         keys = keys_of(space, request.keys)
+        if request.tier:
+            return self._acquire_above(request, space, keys)
         self.store.note_uses(self.owner)
-        is_patient = request.wait_ms > 0 and self._waiting < MOST_WAITING
-        lease, blocked = self.store.try_acquire(
+        loading = 0
+        if request.load_ms > 0:
+            loading = self.store.promotion.begin(space, keys, request.load_ms / 1000, request.tokens_per_s)
+        is_patient = (request.wait_ms > 0 or loading > 0) and self._waiting < MOST_WAITING
+        lease, blocked = self.store.reads.try_acquire(
             self.owner,
             space,
             keys,
@@ -146,19 +154,46 @@ class Session:
 
     async def _acquire_later(self, request: wire.Acquire, space: OpenNamespace, keys: list[BlockKey]) -> wire.Message:
         try:
-            lease = await self.store.acquire(
+            lease = await self.store.reads.acquire(
                 self.owner,
                 space,
                 keys,
                 lease_s=self._lease_s(request),
                 wait_s=request.wait_ms / 1000,
                 layers=request.layers,
+                load_s=request.load_ms / 1000,
+                tokens_per_s=request.tokens_per_s,
             )
         finally:
             self._waiting -= 1
         return self._acquired(request, lease)
 
-    def _acquired(self, request: wire.Acquire, lease: Lease | None) -> wire.Message:
+    def _acquire_above(self, request: wire.Acquire, space: OpenNamespace, keys: list[BlockKey]) -> Answer:
+        lifting = lifting_of(self, request.tier)
+        if request.deliver or request.layers:
+            raise InvalidRequest("blocks in HBM are whole, and are not delivered")
+        if self._waiting >= MOST_WAITING or lifting.is_here(space, keys):
+            lease = lifting.hold(self.owner, space, keys, request.lease_ms / 1000)
+            return self._acquired(request, lease, lifting.hbm.ready_event())
+        self._waiting += 1
+        return self._lift_later(request, lifting, space, keys)
+
+    async def _lift_later(
+        self, request: wire.Acquire, lifting: Lifting, space: OpenNamespace, keys: list[BlockKey]
+    ) -> wire.Message:
+        try:
+            lease = await lifting.acquire(
+                *(self.owner, space, keys),
+                lease_s=request.lease_ms / 1000,
+                wait_s=request.wait_ms / 1000,
+                load_s=request.load_ms / 1000,
+                tokens_per_s=request.tokens_per_s,
+            )
+        finally:
+            self._waiting -= 1
+        return self._acquired(request, lease, lifting.hbm.ready_event())
+
+    def _acquired(self, request: wire.Acquire, lease: Lease | None, event: bytes = b"") -> wire.Message:
         replicas = lease.replicas if lease is not None else ()
         slots = [replica.slot for replica in replicas]
         self.store.counters.loaded_bytes[self.path] += sum(replica.size for replica in replicas)
@@ -171,14 +206,17 @@ class Session:
             pack_u64([replica.size for replica in replicas]),
             pack_u64([replica.checksum for replica in replicas]),
             pack_u64([replica.layers for replica in replicas]),
+            event,
         )
 
     def _renew(self, request: wire.Renew) -> Answer:
-        self.store.renew(self.owner, request.lease_id, request.lease_ms / 1000)
+        self.store.reads.renew(self.owner, request.lease_id, request.lease_ms / 1000)
         return wire.Done(request.id)
 
     def _release(self, request: wire.Release) -> Answer:
-        self.store.release(self.owner, request.lease_id)
+        if request.event:
+            lifting_of(self, HBM).hbm.wait_event(request.event)  # before anything can be given the slots
+        self.store.reads.release(self.owner, request.lease_id)
         return wire.Done(request.id)
 
     # Writing.
@@ -190,20 +228,20 @@ class Session:
         keys = keys_of(space, request.keys)
         parent = BlockKey(request.parent) if request.parent else None
         sizes = unpack_u64(request.sizes)
-        placing = self.store.place(self.owner, space, keys, parent, sizes)
-        if self.store.needs_memory(placing, self.tenant):
-            self.store.withdraw(placing)  # a coroutine that is cancelled before it begins could not
+        placing = self.store.puts.place(self.owner, space, keys, parent, sizes)
+        if self.store.puts.needs_memory(placing, self.tenant):
+            self.store.puts.withdraw(placing)  # a coroutine that is cancelled before it begins could not
             return self._put_later(request, space, keys, parent)
         return self._placed(request, space, keys, placing)
 
     async def _put_later(
         self, request: wire.Put, space: OpenNamespace, keys: list[BlockKey], parent: BlockKey | None
     ) -> wire.Message:
-        placing = await self.store.place_slowly(space, keys, parent, unpack_u64(request.sizes))
+        placing = await self.store.puts.place_slowly(space, keys, parent, unpack_u64(request.sizes))
         return self._placed(request, space, keys, placing)
 
     def _placed(self, request: wire.Put, space: OpenNamespace, keys: list[BlockKey], placing: Placing) -> wire.Message:
-        self.store.granted(self.owner, space, keys, placing)
+        self.store.puts.granted(self.owner, space, keys, placing)
         self.upkeep.room_was_taken()
         slots = [replica.slot for replica in placing.replicas]
         return wire.Placed(
@@ -217,38 +255,21 @@ class Session:
     def _progress(self, request: wire.Progress) -> Answer:
         if self.path != "shared":
             raise InvalidRequest("there are no layers in place before the payload, where memory is not shared")
-        self.store.progress(self.owner, request.grant_id, request.layers)
+        self.store.puts.progress(self.owner, request.grant_id, request.layers)
         return wire.Done(request.id)
 
     def _commit(self, request: wire.Commit) -> Answer:
         if self.path != "shared":
             raise InvalidRequest("the blocks of a Commit follow it as payload, where memory is not shared")
-        self.store.commit(self.owner, request.grant_id, unpack_u64(request.checksums), self.path)
+        self.store.puts.commit(self.owner, request.grant_id, unpack_u64(request.checksums), self.path)
         return wire.Done(request.id)
 
     def leased(self, lease_id: int) -> tuple[Replica, ...]:
         """The replicas of a lease that was just given."""
         return self.store.holds.leased(self.owner, lease_id)
 
-    def regions(self, slab_ids: Sequence[int]) -> tuple[list[Region], list[bool]]:
-        """The memory that this session's client may map, and whether it may write there.
-
-        For no slabs: the tenant's published index and the session's ring. NotFound for slabs that are gone or
-        another tenant's.
-        """
-        if not slab_ids:
-            exports = self.store.exports
-            return [exports.index(self.tenant), exports.ring(self.owner, self.tenant)], [False, True]
-        slabs = self.store.table.tiers[DRAM].pool.slabs
-        for slab_id in slab_ids:
-            slab = slabs.get(slab_id)
-            if slab is None or slab.tenants != {self.tenant.name}:
-                raise NotFound(f"no slab {slab_id} of tenant {self.tenant.name}")
-        regions = [self.store.dram.region(slab_id) for slab_id in slab_ids]
-        return regions, [self.tenant.may_write] * len(regions)
-
     def _abort(self, request: wire.Abort) -> Answer:
-        self.store.abort(self.owner, request.grant_id)
+        self.store.puts.abort(self.owner, request.grant_id)
         return wire.Done(request.id)
 
     async def _report(self, request: wire.Report) -> wire.Message:
@@ -257,20 +278,41 @@ class Session:
 
     # Operators.
 
+    def _promote(self, request: wire.Promote) -> Answer:
+        space = self._space(request.namespace)
+        keys = keys_of(space, request.keys)
+        self.store.intake.check_batch(space, keys)
+        return wire.Promoted(request.id, self.store.promotion.begin(space, keys, request.load_ms / 1000, 0.0))
+
+    async def _demote(self, request: wire.Demote) -> wire.Message:
+        space = self._space(request.namespace)
+        keys = None if request.whole else keys_of(space, request.keys)
+        counts = await self.store.demotion.demote(space, keys, request.tier, evict=request.evict)
+        return wire.Demoted(request.id, *counts)
+
+    async def _drain(self, request: wire.Drain) -> wire.Message:
+        return wire.Drained(request.id, *await self.upkeep.drain(request.tier))
+
     def _evict(self, request: wire.Evict) -> Answer:
         space = self._space(request.namespace)
         if request.whole:
             return self._evict_all(request, space)
         keys = keys_of(space, request.keys)
         self.store.intake.check_batch(space, keys)
-        return wire.Evicted(request.id, *self.store.discard(space, keys, Cause.DELETED))
+        return wire.Evicted(request.id, *self.store.discard(space, keys, Cause.DELETED, request.tier))
 
     async def _evict_all(self, request: wire.Evict, space: OpenNamespace) -> wire.Message:
         """What is here now, in small steps and children first: others are served meanwhile."""
         blocks = freed_bytes = 0
-        keys = [key for tier_space in space.spaces for key in tier_space.replicas][::-1]
+        keys = list(dict.fromkeys(key for tier_space in space.spaces for key in tier_space.replicas))[::-1]
+        if request.tier in ("", OBJECT) and self.store.below.bucket is not None:
+            try:
+                await self.store.below.bucket.delete(space.root)
+            except OSError as error:
+                raise Rejected(f"the bucket does not answer, nothing was deleted: {error}") from error
         for start in range(0, len(keys), EVICT_STEP_BLOCKS):
-            counts = self.store.discard(space, keys[start : start + EVICT_STEP_BLOCKS], Cause.DELETED)
+            step = keys[start : start + EVICT_STEP_BLOCKS]
+            counts = self.store.discard(space, step, Cause.DELETED, request.tier)
             blocks, freed_bytes = blocks + counts[0], freed_bytes + counts[1]
             await asyncio.sleep(0)
         return wire.Evicted(request.id, blocks, freed_bytes)
@@ -305,7 +347,7 @@ class Session:
         rows: list[dict[str, Any]] = []
         seen_after = not after
         more = False
-        for key, replica in space.spaces[0].replicas.items():
+        for key, replica in self.store.listed(space):
             if not seen_after:
                 seen_after = key == after
             elif len(rows) == limit:
@@ -331,7 +373,7 @@ class Session:
         return wire.Done(request.id)
 
     def _check(self, request: wire.Check) -> Answer:
-        return wire.Checked(request.id, list(check(self.store.table, self.store.holds)))
+        return wire.Checked(request.id, list(self.store.problems()))
 
 
 def _row(replica: Replica) -> dict[str, Any]:

@@ -201,7 +201,9 @@ def _take(leaves: Mapping[str, Any], source: _Source, name: str, raw: Any) -> Gi
 
 def _nearest(name: str, leaves: Iterable[str]) -> str | None:
     last = name.rpartition(".")[2]
-    ends = {leaf.rpartition(".")[2]: leaf for leaf in leaves}
+    ends: dict[str, str] = {}
+    for leaf in leaves:
+        ends.setdefault(leaf.rpartition(".")[2], leaf)
     close = get_close_matches(name, leaves, 1, 0.75) or [ends[end] for end in get_close_matches(last, ends, 1, 0.75)]
     return close[0] if close else None
 

@@ -2,14 +2,17 @@
 
 from typing import Any
 
+from kvstore.bandwidth import Bandwidth
 from kvstore.catalogue import Tenant
 from kvstore.store import Store
+from kvstore.table import Tier
+from kvstore.types import DRAM, HBM, OBJECT, TierName
 from kvstore.upkeep import Upkeep
 
 
 def stats(store: Store, upkeep: Upkeep, tenant: Tenant) -> dict[str, Any]:
     """Nested plain values. An admin sees all tenants, others themselves."""
-    mine = [name for name in store.table.tiers[_first(store)].tenant_bytes if tenant.admin or name == tenant.name]
+    mine = [name for name in store.table.tiers[DRAM].tenant_bytes if tenant.admin or name == tenant.name]
     return {
         "tiers": tiers(store, upkeep),
         "tenants": {name: _tenant(store, name) for name in sorted({*mine, tenant.name})},
@@ -23,37 +26,94 @@ def stats(store: Store, upkeep: Upkeep, tenant: Tenant) -> dict[str, Any]:
     }
 
 
-def _first(store: Store) -> Any:
-    return next(iter(store.table.tiers))
-
-
 def tiers(store: Store, upkeep: Upkeep) -> list[dict[str, Any]]:
-    """One row per tier, fastest first; sizes in bytes."""
-    rows = []
-    for tier in store.table.tiers.values():
-        slabs = tier.pool.slabs.values()
-        cut = [slab for slab in slabs if slab.group is not None]
-        rows.append(
-            {
-                "tier": str(tier.name),
-                "capacity_bytes": tier.pool.capacity_bytes,
-                "target_bytes": store.sizing.target * tier.pool.slab_bytes,
-                "used_bytes": tier.used_bytes,
-                "blocks": tier.replicas,
-                "draining": len(tier.draining),
-                "high_watermark": upkeep.high,
-                "low_watermark": upkeep.low,
-                "slab_bytes": tier.pool.slab_bytes,
-                "slabs": {"cut": len(cut), "spare": len(slabs) - len(cut)},
-                "medium": store.dram.describe(),
-                "classes": _classes(store, tier.name),
-            }
-        )
+    """One row per tier, fastest first; sizes in bytes, rates per second."""
+    rows = [_slabs_row(store, upkeep, tier) | _medium(store, tier.name) for tier in store.table.tiers.values()]
+    if store.below.bucket is not None:
+        rows.append(_bucket_row(store))
+    for row in rows:
+        row["promoted_blocks"] = store.counters.promoted_blocks[row["tier"]]
+        row["demoted_blocks"] = store.counters.demoted_blocks[row["tier"]]
+        row["moved_blocks"] = store.defragment.moved_blocks[row["tier"]]
     return rows
 
 
-def _classes(store: Store, tier_name: Any) -> list[dict[str, Any]]:
-    tier = store.table.tiers[tier_name]
+def _slabs_row(store: Store, upkeep: Upkeep, tier: Tier) -> dict[str, Any]:
+    slabs = tier.pool.slabs.values()
+    cut = [slab for slab in slabs if slab.group is not None]
+    return {
+        "tier": str(tier.name),
+        "capacity_bytes": tier.pool.capacity_bytes,
+        "target_bytes": store.sizings[tier.name].target * tier.pool.slab_bytes,
+        "used_bytes": tier.used_bytes,
+        "blocks": tier.replicas,
+        "draining": len(tier.draining),
+        "high_watermark": upkeep.marks[tier.name].high,
+        "low_watermark": upkeep.marks[tier.name].low,
+        "slab_bytes": tier.pool.slab_bytes,
+        "slabs": {"cut": len(cut), "spare": len(slabs) - len(cut)},
+        "classes": _classes(tier),
+    }
+
+
+def _medium(store: Store, tier: TierName) -> dict[str, Any]:
+    disk = store.below.disk
+    if tier == HBM and store.lifting is not None:
+        return {
+            "medium": store.lifting.hbm.describe(),
+            "health": store.lifting.health.reason,
+            "hit_blocks": store.lifting.hit_blocks,
+            "lifted_blocks": store.lifting.lifted_blocks,
+        }
+    if tier == DRAM or disk is None:
+        return {"medium": store.dram.describe()}
+    return {
+        "medium": disk.medium.describe(),
+        "health": _health(disk.read_health.reason, disk.write_health.reason),
+        "failures": {"read": disk.read_health.failures, "write": disk.write_health.failures},
+        "read": _path(disk.reading),
+        "write": _path(disk.writing),
+        "queued": disk.queue.waiting,
+        "admission": {
+            "admitted_bytes": store.below.admission.admitted_bytes,
+            "unused_blocks": store.below.admission.unused_blocks,
+            "over_budget_blocks": store.below.admission.over_budget_blocks,
+        },
+        "ledger": {"pending": store.below.records.pending if store.below.records is not None else 0},
+        "is_recovering": store.demotion.is_paused,
+    }
+
+
+def _bucket_row(store: Store) -> dict[str, Any]:
+    bucket = store.below.bucket
+    assert bucket is not None
+    told = bucket.describe()
+    return {
+        "tier": str(OBJECT),
+        "capacity_bytes": bucket.spec.capacity_bytes,
+        "used_bytes": told["bytes"],
+        "blocks": told["blocks"],
+        "medium": told,
+        "health": "" if bucket.may_load() else "away",
+    }
+
+
+def _path(path: Bandwidth) -> dict[str, Any]:
+    return {
+        "bytes": path.total_bytes,
+        "requests": path.requests,
+        "bytes_per_s": path.bytes_per_s,
+        "request_s": path.request_s,
+        "queued_bytes": path.queued_bytes,
+    }
+
+
+def _health(reading: str, writing: str) -> str:
+    """Empty while all is well."""
+    return "; ".join(filter(None, [reading and f"reading: {reading}", writing and f"writing: {writing}"]))
+
+
+def _classes(tier: Tier) -> list[dict[str, Any]]:
     rows = []
     for group in tier.pool.groups():
         slabs = tier.pool.of_group(group)
@@ -99,4 +159,9 @@ def counters(store: Store) -> dict[str, Any]:
         "errors": dict(counted.errors),
         "lapsed_holds": counted.lapsed_holds,
         "lost_sessions": counted.lost_sessions,
+        "shed_blocks": counted.shed_blocks,
+        "loads_too_slow": counted.loads_too_slow,
+        "hedged_loads": counted.hedged_loads,
+        "hedges_won": counted.hedges_won,
+        "readmitted_blocks": counted.readmitted_blocks,
     }

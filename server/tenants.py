@@ -20,6 +20,7 @@ class Doorkeeper:
 
     def __init__(self, tokens: Sequence[tuple[str, Tenant]], unix_tenant: str) -> None:
         self._tokens = tokens
+        self.tenants = [tenant for _, tenant in tokens]
         self._unix_tenant = next((tenant for _, tenant in tokens if tenant.name == unix_tenant), None)
 
     def admit(self, token: str) -> Tenant:

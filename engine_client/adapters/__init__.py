@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from engine_client.codec import Codec, pack_encoded, unpack_encoded
+from engine_client.compaction import SinkWindow
 from engine_client.layout import KvLayout, Tensor, pack_layer, unpack_layer
+from engine_client.quantise import NotEncoded
 
 LOG = logging.getLogger(__name__)
 
@@ -113,10 +116,24 @@ class PrefixLostError(Exception):
 
 
 class StoredPrefix:
-    """The part of a prompt that the store had, on its way into the engine's cache; perhaps no token."""
+    """The part of a prompt that the store had, on its way into the engine's cache; perhaps no token.
 
-    def __init__(self, layout: KvLayout, clock: Callable[[], float], failures: list[str]) -> None:
-        self.tokens = 0
+    `codec` is what its blocks were written with. With a `window` the `left_out_tokens` in its middle are not loaded:
+    the cache holds `cached_tokens`, and what is computed next has the positions that follow `tokens`.
+    """
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        clock: Callable[[], float],
+        failures: list[str],
+        *,
+        codec: Codec | None = None,
+        window: SinkWindow | None = None,
+    ) -> None:
+        self.tokens = self.left_out_tokens = self.bytes = 0
+        self._codec = codec
+        self._window = window
         self.found_s = self.copied_s = 0.0
         self._layout = layout
         self._clock = clock
@@ -137,19 +154,38 @@ class StoredPrefix:
             blocks = self._loaded.blocks[: usable // self._layout.block_tokens]
             if len(blocks) * self._layout.block_tokens != usable:
                 raise ValueError(f"{len(blocks)} blocks came for {usable} tokens")
-            if any(block.nbytes != self._layout.block_bytes for block in blocks):
-                raise ValueError(f"a block came that is not {self._layout.block_bytes} bytes long")
+            self._check_sizes(blocks)
+            if self._window is not None:
+                blocks = [blocks[at] for at in self._window.kept_blocks(len(blocks), self._layout.block_tokens)]
             self._blocks, self.tokens = blocks, usable
+            self.left_out_tokens = usable - len(blocks) * self._layout.block_tokens
+            self.bytes = sum(block.nbytes for block in blocks)
         self.found_s = self._clock() - began
 
+    def _check_sizes(self, blocks: Sequence[memoryview]) -> None:
+        size = self._layout.block_bytes if self._codec is None else self._codec.block_bytes
+        if size and any(block.nbytes != size for block in blocks):
+            raise ValueError(f"a block came that is not {size} bytes long")
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of `tokens`, those that are loaded."""
+        return self.tokens - self.left_out_tokens
+
     def copy_layer(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Copies one layer into tensors of `tokens` tokens; the layers come in order, and the last closes.
+        """Copies one layer into tensors of `cached_tokens` tokens; the layers come in order, and the last closes.
 
         Raises PrefixLostError when the bytes may not have been the prefix's.
         """
         began = self._clock()
-        starts = range(0, self.tokens, self._layout.block_tokens)
-        unpack_layer(self._layout, layer, self._blocks, starts, keys, values)
+        starts = range(0, self.cached_tokens, self._layout.block_tokens)
+        try:
+            if self._codec is None:
+                unpack_layer(self._layout, layer, self._blocks, starts, keys, values)
+            else:
+                unpack_encoded(self._codec, layer, self._blocks, starts, keys, values)
+        except NotEncoded as error:
+            raise PrefixLostError(f"what is stored of the prefix cannot be read: {error}") from error
         if self._loaded is None or not self._loaded.is_intact():
             raise PrefixLostError(f"the prefix was lost while layer {layer} was read")
         if layer == self._layout.layers - 1:
@@ -170,8 +206,12 @@ class Offering:
     Failures are added to `failures`; after one, nothing more is offered, and what was begun is aborted.
     """
 
-    def __init__(self, layout: KvLayout, clock: Callable[[], float], failures: list[str]) -> None:
+    def __init__(
+        self, layout: KvLayout, clock: Callable[[], float], failures: list[str], *, codec: Codec | None = None
+    ) -> None:
         self.stored_bytes = 0
+        self._codec = codec
+        self._left_out_tokens = 0
         self._layout = layout
         self._clock = clock
         self._failures = failures
@@ -181,8 +221,14 @@ class Offering:
         self._waiting: list[tuple[float, float]] = []  # spans in which the engine waited for the store
         self._writing: list[tuple[float, float]] = []  # spans in which blocks were written, on any thread
 
-    def begin(self, client: PrefillClient, tokens: Sequence[int]) -> None:
-        """Opens the stream for `tokens`, a whole number of blocks."""
+    def begin(self, client: PrefillClient, tokens: Sequence[int], prefix: StoredPrefix) -> None:
+        """Opens the stream for `tokens`, a whole number of blocks, whose cache begins with `prefix`.
+
+        A prefix that is not whole is not offered again.
+        """
+        self._left_out_tokens = prefix.left_out_tokens
+        if self._left_out_tokens:
+            self._offered = [prefix.tokens // self._layout.block_tokens] * self._layout.layers
         self._stop_block = len(tokens) // self._layout.block_tokens
         if self._stop_block:
             with self._waited("begin"):
@@ -191,9 +237,10 @@ class Offering:
     def offer(self, layer: int, start: int, end: int, keys: Tensor, values: Tensor) -> None:
         """Offers the blocks of `layer` that are complete with the tokens [start, end) and were not before.
 
-        `keys` and `values` hold all tokens [0, end), and must not change until `finish` or `abort` returns.
+        `keys` and `values` hold all tokens [0, end) of the cache, in which those that were left out do not count,
+        and must not change until `finish` or `abort` returns.
         """
-        first, stop = self._offered[layer], end // self._layout.block_tokens
+        first, stop = self._offered[layer], (end + self._left_out_tokens) // self._layout.block_tokens
         if self._stream is None or first >= stop:
             return
         self._offered[layer] = stop
@@ -210,8 +257,11 @@ class Offering:
         indexes: Sequence[int],
     ) -> None:
         began = self._clock()
-        starts = [index * self._layout.block_tokens for index in indexes]
-        pack_layer(self._layout, layer, blocks, starts, keys, values)
+        starts = [index * self._layout.block_tokens - self._left_out_tokens for index in indexes]
+        if self._codec is None:
+            pack_layer(self._layout, layer, blocks, starts, keys, values)
+        else:
+            pack_encoded(self._codec, layer, blocks, starts, keys, values)
         self._writing.append((began, self._clock()))
 
     def finish(self) -> None:

@@ -24,6 +24,7 @@ from engine_client.adapters import (
     PrefixLostError,
     StoredPrefix,
 )
+from engine_client.compaction import SinkWindow, codec_of, compaction_terms
 from engine_client.layout import KvLayout
 
 try:
@@ -213,16 +214,19 @@ class StreamInCache(StreamOutCache):
         self.layers = [StreamInLayer(length, waiter) for waiter in waiters]
 
 
-def prefill(model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache, chunk: int) -> torch.Tensor:
+def prefill(
+    model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache, chunk: int, left_out: int = 0
+) -> torch.Tensor:
     """Computes what `cache` lacks of the prompt `ids` `[1, tokens]`; returns the last logits `[1, vocab]`.
 
     The prompt is cut at absolute multiples of `chunk`, wherever the cache ends. At least the last token is
-    computed: a cache that covers more is cropped, to keep `MIN_COMPUTED_TOKENS` to compute.
+    computed: a cache that covers more is cropped, to keep `MIN_COMPUTED_TOKENS` to compute. The cache lacks
+    `left_out` tokens of those that it stands for; positions count them.
     """
     tokens = ids.shape[1]
     if tokens == 0:
         raise ValueError("a prompt has at least one token")
-    start = cache.get_seq_length()
+    start = cache.get_seq_length() + left_out
     keep = max(0, tokens - MIN_COMPUTED_TOKENS)
     if start > keep:
         cache.crop(keep - start)
@@ -230,14 +234,14 @@ def prefill(model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache, chun
     while True:
         # chunks:  |start ... (start // chunk + 1) * chunk| ... |     tokens|
         end = min((start // chunk + 1) * chunk, tokens)
-        logits = _forward(model, ids[:, start:end], cache)
+        logits = _forward(model, ids[:, start:end], cache, left_out)
         if end == tokens:
             return logits
         start = end
 
 
 def decode(
-    model: PreTrainedModel, logits: torch.Tensor, cache: DynamicCache, steps: int
+    model: PreTrainedModel, logits: torch.Tensor, cache: DynamicCache, steps: int, left_out: int = 0
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yields up to `steps` greedy tokens, each with its logits `[1, vocab]`; ends with eos."""
     stop = model.generation_config.eos_token_id
@@ -247,14 +251,17 @@ def decode(
         yield token, logits
         if token in stops or left == 1:
             return
-        logits = _forward(model, torch.tensor([[token]]), cache)
+        logits = _forward(model, torch.tensor([[token]]), cache, left_out)
 
 
-def _forward(model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-    """One piece. Positions and mask follow from the cache's length, so neither is passed."""
+def _forward(model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache, left_out: int) -> torch.Tensor:
+    """One piece. Mask and positions follow from the cache's length; positions are passed where it lacks tokens."""
     before = cache.get_seq_length()
+    placed = {}
+    if left_out:
+        placed["position_ids"] = torch.arange(ids.shape[1])[None] + before + left_out
     with torch.inference_mode():
-        logits: torch.Tensor = model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1).logits
+        logits: torch.Tensor = model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1, **placed).logits
     if cache.get_seq_length() != before + ids.shape[1]:
         raise ValueError(f"{type(model).__name__} does not fill the cache it is given as `cache`")
     return logits[:, -1]
@@ -267,6 +274,10 @@ class TransformersEngine:
     `align_to_chunk` only whole chunks are reused and stored, which makes outputs equal to those without a
     store bit for bit; without it every whole block is, and the last bits may differ. Whatever the store does,
     `generate` gives its tokens; a load is given `load_deadline_s`.
+
+    `codec` (a name of engine_client.codec), `kept_heads` and `window` (engine_client.compaction) make blocks smaller
+    and outputs others. The clients that `generate` is given must be of a namespace that says so: with
+    `namespace_fields(engine.layout, codec=engine.codec, compaction=engine.compaction, ...)`.
     """
 
     def __init__(
@@ -278,10 +289,17 @@ class TransformersEngine:
         align_to_chunk: bool = True,
         load_deadline_s: float = 1.0,
         clock: Callable[[], float] = time.perf_counter,
+        codec: str = "none",
+        kept_heads: Sequence[Sequence[int]] | None = None,
+        window: SinkWindow | None = None,
     ) -> None:
         if chunk_tokens % block_tokens:
             raise ValueError(f"chunk_tokens {chunk_tokens} is not a multiple of block_tokens {block_tokens}")
         self.layout = kv_layout(model.config, block_tokens, str(model.dtype).removeprefix("torch."))
+        self.codec = codec_of(self.layout, codec, kept_heads)
+        self.compaction = compaction_terms(window, self.codec)
+        self.form = ("" if self.codec is None or codec == "none" else codec, self.compaction)
+        self._window = window
         self._model = model
         self._chunk_tokens = chunk_tokens
         self._grid_tokens = chunk_tokens if align_to_chunk else block_tokens
@@ -296,7 +314,14 @@ class TransformersEngine:
         load: DecodeClient | None = None,
         store: PrefillClient | None = None,
     ) -> Generation:
-        """Greedy tokens after a prompt, up to `max_new_tokens` (0: prefill only) or the end of sequence."""
+        """Greedy tokens after a prompt, up to `max_new_tokens` (0: prefill only) or the end of sequence.
+
+        Raises ValueError for an empty prompt, and for a client of a namespace of another codec or compaction.
+        """
+        for client in (load, store):
+            form = getattr(client, "form", self.form)  # a client that does not say is taken for right
+            if form != self.form:
+                raise ValueError(f"the engine's blocks have codec and compaction {self.form}, the client's {form}")
         began = self._clock()
         failures: list[str] = []
         try:
@@ -315,25 +340,26 @@ class TransformersEngine:
         began: float,
         failures: list[str],
     ) -> Generation:
-        prefix = StoredPrefix(self.layout, self._clock, failures)
-        offering = Offering(self.layout, self._clock, failures)
+        prefix = StoredPrefix(self.layout, self._clock, failures, codec=self.codec, window=self._window)
+        offering = Offering(self.layout, self._clock, failures, codec=self.codec)
         try:
             if load is not None:
                 most = self._on_grid(len(tokens) - MIN_COMPUTED_TOKENS)
                 prefix.find(load, tokens[:most], self._load_deadline_s, self._grid_tokens)
             found = self._clock()
             if store is not None:
-                offering.begin(store, tokens[: self._on_grid(len(tokens))])
+                offering.begin(store, tokens[: self._on_grid(len(tokens))], prefix)
             cache = self._cache(prefix, offering.offer)
             ids = torch.as_tensor(tokens, dtype=torch.int64).reshape(1, -1)
-            logits = prefill(self._model, ids, cache, self._chunk_tokens)
+            left_out = prefix.left_out_tokens
+            logits = prefill(self._model, ids, cache, self._chunk_tokens, left_out)
             first = self._clock()
             compute_s = first - found - prefix.copied_s - offering.waited_s
             offering.finish()
         finally:
             prefix.close()
             offering.abort()
-        token_ids = [token for token, _ in decode(self._model, logits, cache, max_new_tokens)]
+        token_ids = [token for token, _ in decode(self._model, logits, cache, max_new_tokens, left_out)]
         return Generation(
             token_ids=token_ids,
             prompt_tokens=len(tokens),
@@ -345,7 +371,7 @@ class TransformersEngine:
             compute_s=compute_s,
             put_s=offering.put_s,
             put_hidden_s=offering.put_s - offering.waited_s,
-            bytes_loaded=prefix.tokens // self.layout.block_tokens * self.layout.block_bytes,
+            bytes_loaded=prefix.bytes,
             bytes_stored=offering.stored_bytes,
             failures=tuple(failures),
         )
@@ -356,13 +382,13 @@ class TransformersEngine:
         layout, dtype = self.layout, getattr(torch, self.layout.dtype)
 
         def layer_of_prefix(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-            keys = torch.empty((1, layout.kv_heads, prefix.tokens, layout.head_dim), dtype=dtype)
-            values = torch.empty((1, layout.kv_heads, prefix.tokens, layout.value_head_dim), dtype=dtype)
+            keys = torch.empty((1, layout.kv_heads, prefix.cached_tokens, layout.head_dim), dtype=dtype)
+            values = torch.empty((1, layout.kv_heads, prefix.cached_tokens, layout.value_head_dim), dtype=dtype)
             prefix.copy_layer(layer, keys, values)
             return keys, values
 
         waiters = [partial(layer_of_prefix, layer) for layer in range(layout.layers)]
-        return StreamInCache(self._model.config, prefix.tokens, waiters, sink)
+        return StreamInCache(self._model.config, prefix.cached_tokens, waiters, sink)
 
     def _on_grid(self, tokens: int) -> int:
         return max(0, tokens) // self._grid_tokens * self._grid_tokens

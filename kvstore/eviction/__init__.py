@@ -3,12 +3,26 @@
 from collections.abc import Callable
 from typing import Protocol
 
+from kvstore.eviction.adaptive import Adaptive
+from kvstore.eviction.clock import Clock
 from kvstore.eviction.lru import Lru
+from kvstore.eviction.s3fifo import S3Fifo
 
 
 class Candidate(Protocol):
-    """What a policy may look at. Policies see neither pins, leases nor slots."""
+    """What a policy may look at. Policies see neither pins, leases nor slots.
 
+    `size` and `key` stay the same; `last_use` and `hits` are set before the policy is told.
+    """
+
+    @property
+    def key(self) -> bytes: ...  # evenly spread, 16 bytes at least
+    @property
+    def size(self) -> int: ...  # bytes
+    @property
+    def depth(self) -> int: ...  # blocks before it in its chain, as far as they are known
+    @property
+    def hits(self) -> int: ...  # uses since it was stored, its own or inherited from a child that went
     @property
     def last_use(self) -> int: ...  # the table's count of operations when it was last used; grows
     @property
@@ -19,7 +33,7 @@ class EvictionPolicy(Protocol):
     """An order of the replicas that may be evicted now, and of nothing else.
 
     The table adds a replica when it becomes evictable and removes it when it stops being so. It sets
-    `last_use` and then calls `touch`.
+    `last_use` and then calls `touch`. What is removed while `peek` offers it counts as evicted.
     """
 
     def add(self, replica: Candidate) -> None: ...
@@ -29,9 +43,9 @@ class EvictionPolicy(Protocol):
     def remove(self, replica: Candidate) -> None: ...
 
     def peek(self) -> Candidate | None:
-        """The replica to evict first, or None when there is none."""
+        """The replica to evict first, or None when there is none. Bounded work, whatever is held."""
 
     def __contains__(self, replica: object) -> bool: ...
 
 
-EVICTION: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru}
+EVICTION: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru, "clock": Clock, "s3fifo": S3Fifo, "adaptive": Adaptive}

@@ -15,7 +15,7 @@ class TierSpec:
     slab_bytes: int
 
 
-class TierMedium(Protocol):
+class SlabMedium(Protocol):
     """Slabs by id; the table decides which there are, and which slot is whose."""
 
     spec: TierSpec
@@ -29,13 +29,17 @@ class TierMedium(Protocol):
     def drop_slab(self, slab_id: int) -> None:
         """Give a slab's memory back at once. Nobody holds a slot in it."""
 
+    async def aclose(self) -> None: ...
+
+    def describe(self) -> dict[str, Any]:
+        """What the medium says of itself in `stat`."""
+
+
+class TierMedium(SlabMedium, Protocol):
+    """Slabs in memory, whose slots are read and written as they are."""
+
     async def read(self, blocks: Sequence[tuple[Slot, memoryview]]) -> None:
         """Fill each view from the start of its slot."""
 
     async def write(self, blocks: Sequence[tuple[Slot, memoryview]]) -> None:
         """Write each view to the start of its slot."""
-
-    async def aclose(self) -> None: ...
-
-    def describe(self) -> dict[str, Any]:
-        """What the medium says of itself in `stat`."""

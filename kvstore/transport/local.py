@@ -20,6 +20,7 @@ from kvstore.region import Region
 from kvstore.types import KEY_BYTES, BlockKey
 
 DESCRIPTORS = 64  # fetched at once
+HANDLES = 16  # of some 400 bytes, so that an answer comes in one piece
 ATTACH_FRAME_BYTES = 1 << 16
 
 
@@ -36,7 +37,13 @@ class Door:
         self._is_closed = False
 
     def fetch(self, slab_ids: Sequence[int], timeout_s: float) -> list[tuple[int, int]]:
-        """(descriptor, bytes) of each slab; for none, of the published index and the use ring.
+        """(descriptor, bytes) of each slab; for none, of the published index and the use ring. Raises as `attach`."""
+        return self.attach(slab_ids, "", timeout_s)[0]
+
+    def attach(
+        self, slab_ids: Sequence[int], tier: str, timeout_s: float
+    ) -> tuple[list[tuple[int, int]], tuple[bytes, ...]]:
+        """(Descriptor, bytes) of each slab, or the handle of each where they have no descriptors.
 
         Raises:
             NotFound: a slab is gone. The caller looks its block up again.
@@ -44,7 +51,7 @@ class Door:
         """
         try:
             stream = self._connected(timeout_s)
-            stream.sendall(wire.encode(wire.Attach(0, self._ticket, tuple(slab_ids))))
+            stream.sendall(wire.encode(wire.Attach(0, self._ticket, tuple(slab_ids), tier)))
             space = socket.CMSG_SPACE(max(len(slab_ids), 2) * array.array("i").itemsize)
             frame, ancillary, _, _ = stream.recvmsg(ATTACH_FRAME_BYTES, space)
         except TimeoutError as error:
@@ -57,7 +64,8 @@ class Door:
         for _level, _kind, data in ancillary:
             descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
         try:
-            return list(zip(descriptors, _sizes(frame, len(descriptors)), strict=True))
+            reply = _attached(frame, len(descriptors))
+            return list(zip(descriptors, reply.sizes, strict=True)), reply.handles
         except BaseException:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -85,8 +93,8 @@ class Door:
         self._hang_up()
 
 
-def _sizes(frame: bytes, descriptors: int) -> tuple[int, ...]:
-    """Of the regions whose descriptors came along with an answer."""
+def _attached(frame: bytes, descriptors: int) -> wire.Attached:
+    """The answer that so many descriptors came along with."""
     if not frame:
         raise PeerLost("the node hung up while handing over descriptors")
     wire.parse_header(frame[: wire.HEADER.size], ATTACH_FRAME_BYTES)
@@ -95,7 +103,7 @@ def _sizes(frame: bytes, descriptors: int) -> tuple[int, ...]:
         raise wire.to_error(reply)
     if not isinstance(reply, wire.Attached) or len(reply.sizes) != descriptors:
         raise ProtocolError(f"{descriptors} descriptors came with {type(reply).__name__}")
-    return reply.sizes
+    return reply
 
 
 @dataclass(slots=True)
@@ -145,6 +153,18 @@ class SharedMemory:
                 region = _map(descriptor, writable=self._may_write, populate=True)
                 self._slabs[slab_id] = region
                 self._bases[slab_id] = region.address
+
+    def device_slabs(self, slab_ids: Sequence[int]) -> list[Region | bytes]:
+        """That from which `kvstore.tiers.hbm.import_slab` maps slabs of HBM. Raises as `Door.attach`."""
+        slabs: list[Region | bytes] = []
+        for start in range(0, len(slab_ids), HANDLES):
+            batch = slab_ids[start : start + HANDLES]
+            descriptors, handles = self._door.attach(batch, "hbm", self.timeout_s)
+            slabs += [_map(descriptor, writable=False, populate=True) for descriptor in descriptors]
+            slabs += handles
+            if len(descriptors) + len(handles) != len(batch):
+                raise ProtocolError(f"{len(descriptors)} descriptors and {len(handles)} handles for {len(batch)} slabs")
+        return slabs
 
     def slot(self, slab_id: int, offset: int, size: int) -> memoryview:
         """`size` bytes of a mapped slab, in place; writable if the session may write."""

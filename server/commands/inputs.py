@@ -16,6 +16,8 @@ from server.sources import quantity
 
 PART_KEY_BYTES = KEY_BYTES + 2
 MOST_BYTES = 1 << 50
+TIERS = ("hbm", "dram", "nvme", "object")
+SLABBED, BELOW = TIERS[:3], TIERS[2:]  # those that have slabs, and those under DRAM
 WORDS = re.compile(r"[^\s,\[\]]+")
 STDIN = "-"
 
@@ -51,6 +53,13 @@ def share(text: str) -> float:
     if not 0 < found <= 1:
         raise InvalidRequest(f"expected a number above 0 and at most 1, not {text!r}")
     return found
+
+
+def tier(text: str, among: Sequence[str] = TIERS) -> str:
+    """The name of a tier that something can be done with."""
+    if text not in among:
+        raise InvalidRequest(f"{text!r} is no tier for this: {', '.join(among)}")
+    return text
 
 
 def key(text: str) -> BlockKey:

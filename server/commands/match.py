@@ -21,7 +21,7 @@ def match(
 ) -> None:
     """Say how many blocks of a chain are there, from the first.
 
-    Fails (1) if not even one is.
+    In whatever tier. Fails (1) if not even one is.
 
     \b
     Examples:

@@ -11,6 +11,7 @@ import uvloop
 from rich.console import Console
 
 from kvstore.errors import ConfigError
+from kvstore.types import DRAM
 from server.commands import output
 from server.commands.config import ConfigFile
 from server.commands.reach import invocation
@@ -88,8 +89,8 @@ async def _show_memory(found: "Node") -> None:
     with output.progress() as shown:
         task = shown.add_task("memory, in slabs")
         while not resized.is_set():
-            (tier,) = found.store.table.tiers.values()
-            shown.update(task, total=found.store.sizing.target, completed=len(tier.pool.slabs))
+            tier = found.store.table.tiers[DRAM]
+            shown.update(task, total=found.store.sizings[DRAM].target, completed=len(tier.pool.slabs))
             try:
                 await asyncio.wait_for(resized.wait(), LOOK_S)
             except TimeoutError:

@@ -122,6 +122,11 @@ def share_text(share: float) -> str:
     return f"{share:.1%}"
 
 
+def rate_text(bytes_per_s: float | None) -> str:
+    """Bytes a second for people; nothing where none was measured."""
+    return f"{size_text(bytes_per_s)}/s" if bytes_per_s else "-"
+
+
 def count_text(count: int, noun: str) -> str:
     """A count with its noun: "1 block", "1,024 blocks"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""`cairn tiers`: how full each tier is, and its capacity and watermarks while it serves."""
+"""`cairn tiers`: how full, fast and healthy each tier is, and its capacity and watermarks while it serves."""
 
 from typing import Annotated, Any
 
@@ -8,6 +8,7 @@ from rich.table import Table
 
 from engine_client.blocking import BlockingClient
 from kvstore.errors import InvalidRequest
+from kvstore.types import DRAM
 from server.commands import inputs, output
 from server.commands.reach import invocation, node
 
@@ -16,55 +17,123 @@ SETTINGS = ("capacity", "high_watermark", "low_watermark")
 
 def tiers(
     context: typer.Context,
-    *,
-    settings: Annotated[
+    words: Annotated[
         list[str] | None,
-        typer.Option("--set", "-s", metavar="NAME=VALUE", help=f"Change {', '.join(SETTINGS)}. Needs an admin."),
+        typer.Argument(
+            metavar="[set TIER NAME=VALUE...]",
+            help=f"Change {', '.join(SETTINGS)} of {' or '.join(inputs.SLABBED)}; without it only look.",
+        ),
     ] = None,
-    tier: Annotated[str, typer.Option(metavar="TIER", help="Which tier --set is about.")] = "dram",
 ) -> None:
-    """Show how full each tier is, or change one while it serves.
+    """Show how full, fast and healthy each tier is, or change one while it serves.
 
-    A changed capacity is reached step by step.
+    Changing needs an admin; a new capacity is reached step by step. An
+    admin sees hits by tier, too: they are of all tenants together.
 
     \b
     Examples:
       cairn tiers
-      cairn tiers --set capacity=2GiB --set high_watermark=0.9
+      cairn tiers set dram capacity=2GiB high_watermark=0.9
+      cairn tiers set nvme capacity=200GiB
     """
-    wanted = _wanted(settings or [])
+    wanted = _wanted(words or [])
     with node(context) as client:
-        if wanted:
-            _set(client, tier, wanted)
-        rows = client.stat()["tiers"]
+        if wanted is not None:
+            _set(client, *wanted)
+        rows = with_hits(client.stat(), is_admin=client.connect().admin)
     if invocation(context).json:
         output.emit_rows(rows)
     else:
-        output.say(tier_table(rows), *_classes(rows), *_remarks(rows))
+        output.say(tier_table(rows), "", speed_table(rows), *_classes(rows), *_remarks(rows))
+
+
+def with_hits(found: dict[str, Any], *, is_admin: bool) -> list[dict[str, Any]]:
+    """The tiers of a `stat`, each with `hit_blocks`, `hit_ratio` (of all blocks asked for) and `write_amplification`.
+
+    None where it is not known: hits of tiers are those of all tenants, and only an admin is told of all of them.
+    """
+    rows = found["tiers"]
+    hits = sum(row["hit_blocks"] for row in found["namespaces"])
+    asked = hits + sum(row["missed_blocks"] for row in found["namespaces"])
+    elsewhere = {row["tier"]: row.get("hit_blocks", row["promoted_blocks"]) for row in rows if row["tier"] != DRAM}
+    counted = []
+    for row in rows:
+        hit_blocks = elsewhere.get(row["tier"], max(hits - sum(elsewhere.values()), 0))
+        hit_ratio = round(min(hit_blocks / asked, 1.0), 4) if is_admin and asked else None
+        counted.append(
+            {
+                **row,
+                "hit_blocks": hit_blocks if is_admin else None,
+                "hit_ratio": hit_ratio,
+                "write_amplification": _write_amplification(row),
+            }
+        )
+    return counted
+
+
+def _write_amplification(row: dict[str, Any]) -> float | None:
+    admitted_bytes = row["admission"]["admitted_bytes"] if "admission" in row else 0
+    return round(row["write"]["bytes"] / admitted_bytes, 3) if admitted_bytes else None
 
 
 def tier_table(rows: list[dict[str, Any]]) -> Table:
     shown = output.table("tier", "usage", ">used", ">capacity", ">", ">low", ">high", ">blocks", ">slabs")
     for row in rows:
         share = row["used_bytes"] / row["capacity_bytes"] if row["capacity_bytes"] else 0.0
+        has_slabs = "slabs" in row
         shown.add_row(
             row["tier"],
             output.bar(share),
             output.size_text(row["used_bytes"]),
-            output.size_text(row["capacity_bytes"]),
-            output.share_text(share),
-            f"{row['low_watermark']:.0%}",
-            f"{row['high_watermark']:.0%}",
+            output.size_text(row["capacity_bytes"]) if row["capacity_bytes"] else "no limit",
+            output.share_text(share) if row["capacity_bytes"] else "-",
+            f"{row['low_watermark']:.0%}" if has_slabs else "-",
+            f"{row['high_watermark']:.0%}" if has_slabs else "-",
             f"{row['blocks']:,}",
-            f"{row['slabs']['cut']}/{row['slabs']['cut'] + row['slabs']['spare']}",
+            f"{row['slabs']['cut']}/{row['slabs']['cut'] + row['slabs']['spare']}" if has_slabs else "-",
         )
     return shown
+
+
+def speed_table(rows: list[dict[str, Any]]) -> Table:
+    """Hits and traffic of the tiers, as `with_hits` has them."""
+    shown = output.table("tier", ">hits", ">", ">read", ">at", ">written", ">at", ">amplified", "path", "health")
+    for row in rows:
+        read, written = traffic(row)
+        known = row["hit_ratio"] is not None
+        amplified = row["write_amplification"]
+        shown.add_row(
+            row["tier"],
+            f"{row['hit_blocks']:,}" if row["hit_blocks"] is not None else "-",
+            output.share_text(row["hit_ratio"]) if known else "-",
+            output.size_text(read) if row["tier"] != DRAM else "-",
+            output.rate_text(row["read"]["bytes_per_s"] if "read" in row else None),
+            output.size_text(written) if row["tier"] != DRAM else "-",
+            output.rate_text(row["write"]["bytes_per_s"] if "write" in row else None),
+            f"{amplified:.2f}" if amplified is not None else "-",
+            ", ".join(row["medium"].get("paths", [])) or "-",
+            _health(row),
+        )
+    return shown
+
+
+def traffic(row: dict[str, Any]) -> tuple[int, int]:
+    """(Bytes read, bytes written) of a tier since the node started; none are counted of DRAM."""
+    if "read" in row:
+        return row["read"]["bytes"], row["write"]["bytes"]
+    return row["medium"].get("bytes_read", 0), row["medium"].get("bytes_written", 0)
+
+
+def _health(row: dict[str, Any]) -> RenderableType:
+    if row.get("health"):
+        return output.alarm(row["health"])
+    return output.dim("recovering") if row.get("is_recovering") else "well"
 
 
 def _classes(rows: list[dict[str, Any]]) -> list[RenderableType]:
     shown = output.table("tier", ">blocks up to", "usage", ">slots used", ">slabs")
     for row in rows:
-        for found in row["classes"]:
+        for found in row.get("classes", []):
             shown.add_row(
                 row["tier"],
                 output.size_text(found["slot_bytes"]),
@@ -78,22 +147,29 @@ def _classes(rows: list[dict[str, Any]]) -> list[RenderableType]:
 def _remarks(rows: list[dict[str, Any]]) -> list[str]:
     found = []
     for row in rows:
-        if row["target_bytes"] != row["capacity_bytes"]:
+        if row.get("target_bytes", row["capacity_bytes"]) != row["capacity_bytes"]:
             found.append(f"{row['tier']}: on its way to {output.size_text(row['target_bytes'])}")
-        if row["draining"]:
+        if row.get("draining"):
             found.append(f"{row['tier']}: {output.count_text(row['draining'], 'block')} wait for their last reader")
-        found += [f"{row['tier']}: {reason}" for reason in row["medium"]["reasons"]]
+        reasons = row["medium"].get("reasons") or [row["medium"].get("reason", "")]
+        found += [f"{row['tier']}: {reason}" for reason in reasons if reason]
     return found
 
 
-def _wanted(settings: list[str]) -> dict[str, float]:
+def _wanted(words: list[str]) -> tuple[str, dict[str, float]] | None:
+    """(Tier, what to change of it); None only to look."""
+    if not words:
+        return None
+    if words[0] != "set" or len(words) < 3:
+        raise InvalidRequest(f"expected `set TIER NAME=VALUE...`, not {' '.join(words)!r}")
+    tier = inputs.tier(words[1], inputs.SLABBED)
     wanted: dict[str, float] = {}
-    for setting in settings:
+    for setting in words[2:]:
         name, equals, value = setting.partition("=")
         if not equals or name not in SETTINGS:
-            raise InvalidRequest(f"--set takes NAME=VALUE with one of {', '.join(SETTINGS)}, not {setting!r}")
+            raise InvalidRequest(f"expected NAME=VALUE with one of {', '.join(SETTINGS)}, not {setting!r}")
         wanted[name] = inputs.size(value) if name == "capacity" else inputs.share(value)
-    return wanted
+    return tier, wanted
 
 
 def _set(client: BlockingClient, tier: str, wanted: dict[str, float]) -> None:

@@ -1,7 +1,7 @@
 """`cairn top`: a live view of a node."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import Event
 from typing import Annotated, Any
@@ -9,12 +9,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Group
 from rich.live import Live
+from rich.table import Table
 
 from kvstore.errors import Rejected, StoreError, TransportError
+from kvstore.types import DRAM
 from server.commands import inputs, output
 from server.commands.reach import invocation, node
 from server.commands.stat import snapshot
-from server.commands.tiers import tier_table
+from server.commands.tiers import tier_table, traffic
 
 NAMESPACES = 12  # shown to people, the busiest first
 
@@ -130,9 +132,25 @@ def describe(before: Sample | None, now: Sample) -> dict[str, Any]:
                 cause: rate(count, counted_before["removed_blocks"].get(cause, 0))
                 for cause, count in counted["removed_blocks"].items()
             },
+            "tiers": _tier_rates(found["tiers"], old["tiers"], rate),
         },
         "namespaces": namespaces,
     }
+
+
+def _tier_rates(
+    rows: list[dict[str, Any]], before: list[dict[str, Any]], rate: Callable[[int, int], float]
+) -> dict[str, dict[str, float]]:
+    rates = {}
+    for row, old in zip(rows, before, strict=True):
+        (read, written), (old_read, old_written) = traffic(row), traffic(old)
+        rates[row["tier"]] = {
+            "read_bytes": rate(read, old_read),
+            "written_bytes": rate(written, old_written),
+            "promoted_blocks": rate(row["promoted_blocks"], old["promoted_blocks"]),
+            "demoted_blocks": rate(row["demoted_blocks"], old["demoted_blocks"]),
+        }
+    return rates
 
 
 def _sum(by_label: dict[str, int]) -> int:
@@ -184,6 +202,18 @@ def _picture(view: dict[str, Any] | StoreError) -> Group:
     tenants = output.table("tenant", ">used")
     for name, row in view["tenants"].items():
         tenants.add_row(name, output.size_text(_sum(row["used_bytes"])))
-    parts = [tier_table(view["tiers"]), flow, *([gone] if rates["removed_blocks"] else [])]
+    moved = _moved_table(rates["tiers"])
+    parts = [tier_table(view["tiers"]), *([moved] if moved.row_count else []), flow]
+    parts += [gone] if rates["removed_blocks"] else []
     parts += [*([spaces] if view["namespaces"] else []), tenants]
     return Group(head, *(item for part in parts for item in ("", part)))
+
+
+def _moved_table(rates: dict[str, dict[str, float]]) -> Table:
+    """What goes to and from the tiers below DRAM."""
+    shown = output.table("tier", ">read/s", ">written/s", ">promoted/s", ">demoted/s")
+    for tier, moving in rates.items():
+        if tier != DRAM:
+            sizes = [output.size_text(moving[name]) for name in ("read_bytes", "written_bytes")]
+            shown.add_row(tier, *sizes, f"{moving['promoted_blocks']:,.1f}", f"{moving['demoted_blocks']:,.1f}")
+    return shown

@@ -15,25 +15,28 @@ from xxhash import xxh3_64
 from kvstore import wire
 from kvstore.catalogue import OpenNamespace
 from kvstore.copier import copy_bytes
-from kvstore.errors import NotFound, QuotaExceeded, StoreError, TierFull
+from kvstore.errors import DeadlineExceeded, NotFound, QuotaExceeded, StoreError, TierFull
+from kvstore.explain import whereabouts
+from kvstore.packed import pack_u64
 from kvstore.table import Replica
 from kvstore.types import DRAM, BlockKey, Placement
-from kvstore.wire import pack_u64
 from server.rest.door import node_of, session_of, visit_of
 from server.rest.http import connection_of
 from server.rest.keys import find_namespace, to_key
-from server.rest.models import CHECKSUM_PATTERN, KEY_PATTERN, StoredBlock
+from server.rest.models import CHECKSUM_PATTERN, KEY_PATTERN, MOST_LOAD_S, StoredBlock
 from server.rest.openapi import (
     BINARY,
-    BLOCK_PATH,
     CONTENT_RANGE,
+    DELETION,
     ETAG,
     GUARDED,
     IF_NONE_MATCH,
+    PERHAPS_ETAG,
     RANGED,
     RANGES,
     READS_BODY,
     UPLOAD,
+    WHERE,
     Responses,
     by_name,
     problems,
@@ -43,8 +46,10 @@ from server.session import Session
 
 PIECE_BYTES = 256 << 10
 LEASE_SHARE = 0.9  # of a lease in which its block must be sent: it cannot lapse before
+LOAD_SHARE = 0.5  # of rest.request_timeout that a load may take
 RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
 ETAGS = re.compile(r'"([^"]*)"')
+NUMBER = re.compile(r"-?\d{1,20}(\.\d{1,30})?([eE][+-]?\d{1,3})?", re.ASCII)
 KEY = re.compile(KEY_PATTERN)
 CHECKSUM = re.compile(CHECKSUM_PATTERN)
 
@@ -57,6 +62,7 @@ router = APIRouter(
 
 WHOLE = {"description": "The block.", "headers": ETAG | RANGES}
 PART = {"description": "A range of it.", "headers": ETAG | RANGES | CONTENT_RANGE}
+CONTENT = {"Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
 BYTES = {"content": {"application/octet-stream": BINARY}}
 UNCHANGED = {"description": "The client has it already.", "headers": ETAG}
 STORED: Responses = {
@@ -86,7 +92,7 @@ async def put_block(request: Request) -> Response:
         checksum = await _receive(request, session, placed.grant_id, expected)
         return _stored(201, key, size, checksum)
     if placement is Placement.PRESENT:
-        replica = space.spaces[0].replicas[key]
+        replica = space.dram.replicas[key]
         return _stored(200, key, replica.size, replica.checksum)
     raise _refusal(placement, session)
 
@@ -94,77 +100,85 @@ async def put_block(request: Request) -> Response:
 @router.get("/{key}", response_class=Response, openapi_extra=RANGED,
             responses={200: WHOLE | BYTES, 206: PART | BYTES, 304: UNCHANGED, **problems(416)})  # fmt: skip
 async def get_block(request: Request) -> Response:
-    """The bytes of a block, or a range of them."""
+    """The bytes of a block, or a range of them. One of a lower tier is loaded first; 503 when that takes too long."""
     session, space, key = _target(request)
-    replica = _readable(session, space, key)
-    if _is_known(request, replica):
-        return await _unchanged(session, space, replica)
-    wanted, condition = request.headers.get("range"), request.headers.get("if-range")
-    bounds = None
-    if wanted is not None and condition in (None, _etag(replica)):
-        bounds = parse_range(wanted, replica.size)
-    return BlockResponse(session, space, replica, bounds)
+    checksum = _checksum(session, space, key)
+    if checksum is not None and _is_known(request, checksum) and whereabouts(session.store, space, key)[0]:
+        return await _unchanged(session, space, key, checksum)
+    lease_id = await _hold(request, session, space, key)
+    response: BlockResponse | None = None
+    try:
+        (replica,) = session.leased(lease_id)
+        if _is_known(request, replica.checksum):
+            return await _unchanged(session, space, key, replica.checksum)
+        wanted, condition = request.headers.get("range"), request.headers.get("if-range")
+        bounds = None
+        if wanted is not None and condition in (None, _etag(replica.checksum)["ETag"]):
+            bounds = parse_range(wanted, replica.size)
+        response = BlockResponse(session, replica, lease_id, bounds)
+        return response
+    finally:
+        if response is None:
+            session.store.reads.release(session.owner, lease_id)
 
 
-@router.head("/{key}", response_class=Response, openapi_extra=IF_NONE_MATCH,
-             responses={200: WHOLE, 304: UNCHANGED})  # fmt: skip
+@router.head("/{key}", response_class=Response, openapi_extra=IF_NONE_MATCH, responses={
+    200: {"description": "The block.", "headers": PERHAPS_ETAG | RANGES | WHERE},
+    304: {"description": "The client has it already.", "headers": PERHAPS_ETAG},
+})  # fmt: skip
 async def head_block(request: Request) -> Response:
-    """Whether a block is here, its size and its ETag."""
+    """Whether a block is here, in which tier, its size and, but for the object tier, its ETag. Loads nothing."""
     session, space, key = _target(request)
-    replica = _readable(session, space, key)
-    if _is_known(request, replica):
-        return await _unchanged(session, space, replica)
-    return Response(headers=_headers(replica) | {"Content-Length": str(replica.size)})
+    tier, size = whereabouts(session.store, space, key)
+    if not tier:
+        space.missed_blocks += 1
+        raise _absent(space, key)
+    checksum = _checksum(session, space, key)
+    if _is_known(request, checksum):
+        return await _unchanged(session, space, key, checksum)
+    return Response(headers=_etag(checksum) | CONTENT | {"X-Cairn-Tier": tier, "Content-Length": str(size)})
 
 
-@router.delete("/{key}", status_code=204, response_class=Response, openapi_extra=BLOCK_PATH)
+@router.delete("/{key}", status_code=204, response_class=Response, openapi_extra=DELETION)
 async def delete_block(request: Request) -> Response:
-    """Delete a block. Who is reading it reads on."""
+    """Delete a block, from all tiers or from one. Who is reading it reads on."""
     session, space, key = _target(request)
-    evicted = await session.ask(wire.Evict(0, space.number, key))
+    tier = request.query_params.get("tier", "")
+    evicted = await session.ask(wire.Evict(0, space.number, key, tier=tier))
     if not evicted.blocks:
-        raise NotFound(f"no block {key.hex()} in namespace {space.names[0]!r}")
+        raise _absent(space, key)
     return Response(status_code=204)
 
 
 class BlockResponse(Response):
-    """A block's bytes, in [start, end) of `bounds` or all, sent from its slot under a lease of their own.
+    """A held block's bytes, in [start, end) of `bounds` or all, sent from its slot.
 
     The lease is let go when the bytes are out of this process, or the connection is gone: uvicorn's buffers
     refer to the slot until then. Cancelled, or not read by the client in time, it ends the connection first.
     """
 
-    def __init__(
-        self, session: Session, space: OpenNamespace, replica: Replica, bounds: tuple[int, int] | None
-    ) -> None:
+    def __init__(self, session: Session, replica: Replica, lease_id: int, bounds: tuple[int, int] | None) -> None:
         start, end = bounds or (0, replica.size)
-        headers = _headers(replica) | {"Content-Length": str(end - start)}
+        headers = _etag(replica.checksum) | CONTENT | {"Content-Length": str(end - start)}
         if bounds is not None:
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{replica.size}"
         super().__init__(None, 200 if bounds is None else 206, headers, "application/octet-stream")
         self._session = session
-        self._space = space
         self._replica = replica
+        self._lease_id = lease_id
         self._range = range(start, end, PIECE_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        session, replica = self._session, self._replica
-        lease_s = session.store.limits.lease_max_s
-        request = wire.Acquire(0, self._space.number, replica.key, int(lease_s * 1000))
-        lease_id = (await session.ask(request)).lease_id
-        if not lease_id:
-            raise NotFound(f"block {replica.key.hex()} was evicted just now")
+        session = self._session
         try:
-            if session.leased(lease_id)[0] is not replica:
-                raise NotFound(f"block {replica.key.hex()} was replaced just now")
-            await self._send(scope, send, lease_s * LEASE_SHARE)
+            await self._send(scope, send, session.store.limits.lease_max_s * LEASE_SHARE)
         except BaseException:
             connection = connection_of(scope)
             if connection is not None and visit_of(Request(scope)).answering:
                 await connection.abort()
             raise
         finally:
-            session.store.release(session.owner, lease_id)
+            session.store.reads.release(session.owner, self._lease_id)
 
     async def _send(self, scope: Scope, send: Send, lease_s: float) -> None:
         request = Request(scope)
@@ -247,7 +261,7 @@ async def _receive(request: Request, session: Session, grant_id: int, expected: 
     """Take the body into the grant's slot and commit it; its checksum. Fails, or is cancelled, with the slot freed."""
     store, owner = session.store, session.owner
     try:
-        (slot,) = store.receive(owner, grant_id, 1)
+        (slot,) = store.puts.receive(owner, grant_id, 1)
         digest, filled_bytes = xxh3_64(), 0
         async for chunk in request.stream():
             copy_bytes(slot[filled_bytes:], memoryview(chunk))
@@ -256,17 +270,16 @@ async def _receive(request: Request, session: Session, grant_id: int, expected: 
         found = digest.intdigest()
         if filled_bytes != len(slot):
             raise Problem(400, f"a body of {filled_bytes} bytes was announced with {len(slot)}")
-        store.commit_verified(owner, grant_id, [found if expected is None else expected], [found], session.path)
+        store.puts.commit_verified(owner, grant_id, [found if expected is None else expected], [found], session.path)
     except BaseException:
-        store.abort(owner, grant_id)
+        store.puts.abort(owner, grant_id)
         raise
     return found
 
 
 def _stored(status: int, key: BlockKey, size: int, checksum: int) -> Response:
-    digits = f"{checksum:016x}"
-    content = {"key": key.hex(), "bytes": size, "checksum": digits}
-    return JSONResponse(content, status, {"ETag": f'"{digits}"'})
+    content = {"key": key.hex(), "bytes": size, "checksum": f"{checksum:016x}"}
+    return JSONResponse(content, status, _etag(checksum))
 
 
 def _refusal(placement: Placement, session: Session) -> StoreError | Problem:
@@ -278,30 +291,52 @@ def _refusal(placement: Placement, session: Session) -> StoreError | Problem:
     return TierFull("no slot is free, and nothing may be evicted")
 
 
-def _readable(session: Session, space: OpenNamespace, key: BlockKey) -> Replica:
-    replica = session.store.readable(space, key)
-    if replica is None:
-        space.missed_blocks += 1
-        raise NotFound(f"no block {key.hex()} in namespace {space.names[0]!r}")
-    return replica
+async def _hold(request: Request, session: Session, space: OpenNamespace, key: BlockKey) -> int:
+    """A lease on a block, which is loaded first where a lower tier has it. Raises NotFound, DeadlineExceeded."""
+    load_s = _load_s(request)
+    lease_ms = int(session.store.limits.lease_max_s * 1000)
+    acquired = await session.ask(wire.Acquire(0, space.number, key, lease_ms, load_ms=int(load_s * 1000)))
+    if acquired.lease_id:
+        return int(acquired.lease_id)
+    tier, _ = whereabouts(session.store, space, key)
+    if tier:
+        raise DeadlineExceeded(f"block {key.hex()} is in tier {tier}, and was not loaded within {load_s:g} s")
+    raise _absent(space, key)
 
 
-async def _unchanged(session: Session, space: OpenNamespace, replica: Replica) -> Response:
+def _load_s(request: Request) -> float:
+    """How long a load may take: what is left of the request's time is for sending."""
+    most_s = node_of(request).config.rest.request_timeout * LOAD_SHARE
+    text = request.query_params.get("load_s")
+    if text is None:
+        return most_s
+    if not NUMBER.fullmatch(text) or not 0 <= float(text) <= MOST_LOAD_S:
+        raise invalid("query.load_s", f"expected seconds, a number from 0 to {MOST_LOAD_S}")
+    return min(float(text), most_s)
+
+
+def _absent(space: OpenNamespace, key: BlockKey) -> NotFound:
+    return NotFound(f"no block {key.hex()} in namespace {space.names[0]!r}")
+
+
+def _checksum(session: Session, space: OpenNamespace, key: BlockKey) -> int | None:
+    """Of the block in the fastest tier that the table knows; None where only a bucket has it."""
+    found = (session.store.table.readable(tier_space, key) for tier_space in space.spaces)
+    return next((replica.checksum for replica in found if replica is not None), None)
+
+
+async def _unchanged(session: Session, space: OpenNamespace, key: BlockKey, checksum: int | None) -> Response:
     """304: a use of the block like any other."""
-    await session.ask(wire.Match(0, space.number, replica.key))
-    return Response(status_code=304, headers={"ETag": _etag(replica)})
+    await session.ask(wire.Match(0, space.number, key))
+    return Response(status_code=304, headers=_etag(checksum))
 
 
-def _is_known(request: Request, replica: Replica) -> bool:
+def _is_known(request: Request, checksum: int | None) -> bool:
     known = request.headers.get("if-none-match")
     if known is None:
         return False
-    return known.strip() == "*" or f"{replica.checksum:016x}" in ETAGS.findall(known)
+    return known.strip() == "*" or (checksum is not None and f"{checksum:016x}" in ETAGS.findall(known))
 
 
-def _etag(replica: Replica) -> str:
-    return f'"{replica.checksum:016x}"'
-
-
-def _headers(replica: Replica) -> dict[str, str]:
-    return {"ETag": _etag(replica), "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
+def _etag(checksum: int | None) -> dict[str, str]:
+    return {"ETag": f'"{checksum:016x}"'} if checksum is not None else {}

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 GUARDED = "/v1/"
 JSON_BYTES = 4 << 20  # two full batches of keys, or of tokens; reading it keeps others waiting for 0.1 s
+SLOW_S = 3600.0  # for a request that moves a whole tier or namespace
 VISIT = "cairn.visit"
 
 

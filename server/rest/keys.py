@@ -2,9 +2,9 @@
 
 from kvstore.catalogue import OpenNamespace
 from kvstore.errors import InvalidRequest
+from kvstore.packed import unpack_keys
 from kvstore.prefix import chain, part_key, split_part
 from kvstore.types import KEY_BYTES, BlockKey
-from kvstore.wire import unpack_keys
 from server.rest.models import ByKeys, ByTokens
 from server.rest.problems import Problem
 from server.session import Session

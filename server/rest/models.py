@@ -13,7 +13,7 @@ from pydantic import (
     WrapValidator,
 )
 
-from kvstore.prefix import LIMITS, MAX_TEXT_BYTES, MAX_TOKEN
+from kvstore.prefix import LIMITS, MAX_TEXT_BYTES, MAX_TOKEN, TERMS_PATTERN
 from server.config import YEAR_S
 
 KEY_PATTERN = "^[0-9a-fA-F]{32}([0-9a-fA-F]{4})?$"
@@ -24,6 +24,7 @@ NAME_PATTERN = "^[ -.0-~]{1,128}$"  # printable ASCII but '/'
 EXAMPLE_KEY = "9f86d081884c7d659a2feaa0c55ad015"
 EXAMPLE_CHECKSUM = "2d06800538d394c2"
 
+MOST_LOAD_S = 3600
 MOST = 2**53 - 1  # the largest integer that every JSON reader understands
 
 
@@ -46,6 +47,7 @@ Token = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0, "maximum
 INTEGRAL = BeforeValidator(_integral)
 Text = Annotated[str, Field(max_length=MAX_TEXT_BYTES)]
 RequiredText = Annotated[str, Field(min_length=1, max_length=MAX_TEXT_BYTES)]
+Terms = Annotated[str, Field(max_length=MAX_TEXT_BYTES, pattern=TERMS_PATTERN)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -94,6 +96,8 @@ class NamespaceFields(Body):
     parts: Annotated[int, _limit("parts"), INTEGRAL] = 1
     layers: Annotated[int, _limit("layers"), INTEGRAL]
     block_bytes: Annotated[int, _limit("block_bytes"), INTEGRAL] = 0
+    codec: Terms = ""
+    compaction: Terms = ""
 
 
 class ByKeys(Body):
@@ -118,7 +122,29 @@ Ttl = Annotated[float, Field(gt=0, le=YEAR_S, examples=[3600])]
 Hard = Annotated[bool, Field(description="Never evicted; otherwise only after all that is not pinned.")]
 
 
+LoadSeconds = Annotated[float, Field(gt=0, le=MOST_LOAD_S, description="What would take longer is left out.")]
+BelowDram = Annotated[Literal["nvme", "object"], Field(description="Which tier they are written into.")]
+EvictThen = Annotated[bool, Field(description="They leave DRAM when they are there.")]
+
 IN_ORDER = Field(union_mode="left_to_right")  # of a choice, the first that fits: trying all takes twice as long
+
+
+class PromoteKeys(ByKeys):
+    load_seconds: LoadSeconds = 30.0
+
+
+class PromoteTokens(ByTokens):
+    load_seconds: LoadSeconds = 30.0
+
+
+class DemoteKeys(ByKeys):
+    tier: BelowDram
+    evict: EvictThen = False
+
+
+class DemoteAll(EvictAll):
+    tier: BelowDram
+    evict: EvictThen = False
 
 
 class PinKeys(ByKeys):
@@ -212,6 +238,20 @@ class EvictResult(Answer):
     freed_bytes: int
 
 
+class PromoteResult(Answer):
+    loading: Annotated[int, Field(description="Blocks (parts) on their way.")]
+
+
+class DemoteResult(Answer):
+    written: Annotated[int, Field(description="Blocks that the tier has now and had not.")]
+    evicted: int
+
+
+class DrainResult(Answer):
+    blocks: Annotated[int, Field(description="That went.")]
+    left: Annotated[int, Field(description="Held by somebody, or their slab is.")]
+
+
 class PinResult(Answer):
     pin_id: int
     blocks: Annotated[int, Field(description="How many from the first are here, and pinned.")]
@@ -252,19 +292,40 @@ class SizeClass(Answer):
     used: int
 
 
+class Traffic(Answer):
+    """One direction of a tier since the node started; rates are 0 until something was measured."""
+
+    bytes: int
+    requests: int
+    bytes_per_s: Annotated[float, Field(description="Of all requests together, while there were any.")]
+    request_s: Annotated[float, Field(description="Seconds that one request takes.")]
+    queued_bytes: int
+
+
 class TierRow(Answer):
+    """What a tier has no notion of is absent: the object tier has no slabs, DRAM no traffic."""
+
     tier: str
-    capacity_bytes: Annotated[int, Field(description="Of the slabs there are now.")]
-    target_bytes: Annotated[int, Field(description="The capacity it is being brought to.")]
+    capacity_bytes: Annotated[int, Field(description="Of the slabs there are now; of a bucket what is set, 0: any.")]
+    target_bytes: Annotated[int | None, Field(description="The capacity it is being brought to.")] = None
     used_bytes: int
     blocks: int
-    draining: Annotated[int, Field(description="Blocks that are gone for new readers and still held by old ones.")]
-    high_watermark: float
-    low_watermark: float
-    slab_bytes: int
-    slabs: dict[str, int]
+    draining: Annotated[int | None, Field(description="Gone for new readers and still held by old ones.")] = None
+    high_watermark: float | None = None
+    low_watermark: float | None = None
+    slab_bytes: int | None = None
+    slabs: dict[str, int] | None = None
     medium: dict[str, Any]
-    classes: list[SizeClass]
+    classes: list[SizeClass] | None = None
+    promoted_blocks: Annotated[int, Field(description="That came into DRAM from here.")]
+    demoted_blocks: Annotated[int, Field(description="That were written here from above.")]
+    hit_blocks: Annotated[int | None, Field(description="Blocks read that this tier had; null but for an admin.")]
+    hit_ratio: Annotated[float | None, Field(description="Of all blocks asked for; null while there are none.")]
+    write_amplification: Annotated[float | None, Field(description="Bytes written by bytes admitted.")]
+    read: Traffic | None = None
+    write: Traffic | None = None
+    health: Annotated[str | None, Field(description="Empty while all is well.")] = None
+    is_recovering: Annotated[bool | None, Field(description="What an earlier start left is being taken up.")] = None
 
 
 class TierList(Answer):

@@ -11,9 +11,10 @@ from fastapi.responses import JSONResponse
 from kvstore import wire
 from kvstore.catalogue import OpenNamespace
 from kvstore.errors import InvalidRequest, NamespaceMismatch
+from kvstore.explain import whereabouts
+from kvstore.packed import pack_keys
 from kvstore.prefix import Namespace
-from kvstore.wire import pack_keys
-from server.rest.door import session_of
+from server.rest.door import SLOW_S, session_of, visit_of
 from server.rest.keys import all_parts, find_namespace, first_parts, to_key, to_keys
 from server.rest.models import (
     EXAMPLE_KEY,
@@ -25,6 +26,9 @@ from server.rest.models import (
     BlockRow,
     ByKeys,
     ByTokens,
+    DemoteAll,
+    DemoteKeys,
+    DemoteResult,
     EvictAll,
     EvictResult,
     ExistsResult,
@@ -40,6 +44,9 @@ from server.rest.models import (
     PinResult,
     PinRow,
     PinTokens,
+    PromoteKeys,
+    PromoteResult,
+    PromoteTokens,
 )
 from server.rest.openapi import GUARDED, READS_BODY, by_name, problems
 from server.rest.problems import Problem
@@ -51,6 +58,7 @@ Name = Annotated[str, Path(description="Name of the namespace.")]
 NewName = Annotated[str, Path(pattern=NAME_PATTERN, description="Name of the namespace: 1 to 128 printable ASCII.")]
 After = Annotated[str | None, Query(pattern=KEY_PATTERN, description="`next` of the list before.")]
 Limit = Annotated[int, Query(ge=1, le=LIST_LIMIT)]
+FromTier = Annotated[str, Query(description="From this tier only; empty: from all.")]
 PinId = Annotated[int, Path(ge=1, le=MOST)]
 
 BY_KEYS: Any = {"summary": "by keys", "value": {"keys": [EXAMPLE_KEY]}}
@@ -63,8 +71,15 @@ PINS: Any = {
 }
 EVICTIONS: Any = {"keys": BY_KEYS, "all": {"summary": "all of the namespace", "value": {"all": True}}}
 
+DEMOTIONS: Any = {
+    "keys": {"summary": "by keys", "value": {"keys": [EXAMPLE_KEY], "tier": "nvme"}},
+    "all": {"summary": "all of the namespace", "value": {"all": True, "tier": "nvme", "evict": True}},
+}
+
 Chain = Annotated[ByKeys | ByTokens, IN_ORDER, Body(openapi_examples=EXAMPLES)]
 Eviction = Annotated[ByKeys | EvictAll, IN_ORDER, Body(openapi_examples=EVICTIONS)]
+Promotion = Annotated[PromoteKeys | PromoteTokens, IN_ORDER, Body(openapi_examples=EXAMPLES)]
+Demotion = Annotated[DemoteKeys | DemoteAll, IN_ORDER, Body(openapi_examples=DEMOTIONS)]
 Pinning = Annotated[PinKeys | PinTokens, IN_ORDER, Body(openapi_examples=PINS)]
 UNPIN = {"unpin": {"operationId": "unpin", "parameters": {"pin_id": "$response.body#/pin_id"}}}
 LOOKUP = READS_BODY | problems(404, 409)
@@ -114,10 +129,10 @@ async def list_blocks(request: Request, ns: Name, after: After = None, limit: Li
 
 
 @router.delete("/namespaces/{ns}/blocks", response_model=EvictResult, tags=["blocks"], responses=problems(404))
-async def evict_all(request: Request, ns: Name) -> EvictResult:
-    """Delete every block of a namespace."""
+async def evict_all(request: Request, ns: Name, tier: FromTier = "") -> EvictResult:
+    """Delete every block of a namespace, from all tiers or from one."""
     session = session_of(request)
-    return await _evict(session, find_namespace(session, ns), None)
+    return await _evict(session, find_namespace(session, ns), None, tier)
 
 
 # Many blocks at once.
@@ -141,15 +156,39 @@ async def exists(request: Request, ns: Name, body: ByKeys) -> ExistsResult:
     space = find_namespace(session, ns)
     keys = to_keys(session, space, body.keys)
     session.store.counters.requests["exists"] += 1
-    return ExistsResult(exists=[session.store.readable(space, key) is not None for key in keys])
+    return ExistsResult(exists=[bool(whereabouts(session.store, space, key)[0]) for key in keys])
 
 
 @router.post("/namespaces/{ns}/evict", response_model=EvictResult, tags=["chains"], responses=LOOKUP)
-async def evict(request: Request, ns: Name, body: Eviction) -> EvictResult:
-    """Delete blocks. Those that are not here are not counted."""
+async def evict(request: Request, ns: Name, body: Eviction, tier: FromTier = "") -> EvictResult:
+    """Delete blocks, from all tiers or from one. Those that are not here are not counted."""
     session = session_of(request)
     space = find_namespace(session, ns)
-    return await _evict(session, space, body.keys if isinstance(body, ByKeys) else None)
+    return await _evict(session, space, body.keys if isinstance(body, ByKeys) else None, tier)
+
+
+@router.post("/namespaces/{ns}/promote", response_model=PromoteResult, tags=["chains"], responses=LOOKUP)
+async def promote(request: Request, ns: Name, body: Promotion) -> PromoteResult:
+    """Begin to load what lower tiers have of a chain into DRAM, and do not wait for it."""
+    session = session_of(request)
+    space = find_namespace(session, ns)
+    keys = first_parts(session, space, body)
+    load_ms = math.ceil(body.load_seconds * 1000)
+    promoted = await session.ask(wire.Promote(0, space.number, pack_keys(keys), load_ms))
+    return PromoteResult(loading=promoted.loading)
+
+
+@router.post("/namespaces/{ns}/demote", response_model=DemoteResult, tags=["chains"], responses=LOOKUP)
+async def demote(request: Request, ns: Name, body: Demotion) -> DemoteResult:
+    """Write blocks of DRAM into a lower tier, and with `evict` take them out of DRAM then. What cannot be written is
+    not counted and stays."""
+    session = session_of(request)
+    space = find_namespace(session, ns)
+    visit_of(request).allow(SLOW_S)
+    keys = to_keys(session, space, body.keys) if isinstance(body, ByKeys) else []
+    whole = isinstance(body, EvictAll)
+    demoted = await session.ask(wire.Demote(0, space.number, pack_keys(keys), whole, body.tier, body.evict))
+    return DemoteResult(written=demoted.written, evicted=demoted.evicted)
 
 
 @router.post("/namespaces/{ns}/pin", status_code=201, response_model=PinResult, tags=["pins"], responses={
@@ -205,9 +244,9 @@ async def explain(request: Request, ns: Name, body: Chain) -> ExplainResult:
     return ExplainResult(blocks=[ExplainRow(**row) for row in explained.blocks])
 
 
-async def _evict(session: Session, space: OpenNamespace, keys: list[str] | None) -> EvictResult:
+async def _evict(session: Session, space: OpenNamespace, keys: list[str] | None, tier: str) -> EvictResult:
     packed = b"" if keys is None else pack_keys(to_keys(session, space, keys))
-    evicted = await session.ask(wire.Evict(0, space.number, packed, keys is None))
+    evicted = await session.ask(wire.Evict(0, space.number, packed, keys is None, tier))
     return EvictResult(blocks=evicted.blocks, freed_bytes=evicted.freed_bytes)
 
 

@@ -7,14 +7,16 @@ from fastapi import APIRouter, Path, Request, Response
 
 from kvstore import wire
 from kvstore.errors import InvalidRequest, NotFound
+from kvstore.types import DRAM, NVME
+from server.commands.tiers import with_hits
 from server.config import SIZES
-from server.rest.door import node_of, session_of
-from server.rest.models import CheckResult, Health, TierChange, TierList, TierRow
+from server.rest.door import SLOW_S, node_of, session_of, visit_of
+from server.rest.models import CheckResult, DrainResult, Health, TierChange, TierList, TierRow
 from server.rest.openapi import GUARDED, READS_BODY, by_name, problems
 from server.rest.problems import RETRY_AFTER_S, Problem
 from server.session import Session
 from server.sources import QUANTITY
-from server.stats import tiers
+from server.stats import namespaces, tiers
 
 router = APIRouter(generate_unique_id_function=by_name)
 
@@ -22,19 +24,25 @@ TierPath = Annotated[str, Path(description="Name of the tier.", examples=["dram"
 METRICS_BODY = {"content": {"text/plain": {"schema": {"type": "string"}}}}
 
 
-@router.get("/v1/tiers", response_model=TierList, tags=["node"], responses=GUARDED)
+@router.get("/v1/tiers", response_model=TierList, response_model_exclude_unset=True, tags=["node"], responses=GUARDED)
 async def list_tiers(request: Request) -> TierList:
     """The tiers, fastest first."""
     return TierList(tiers=_tiers(session_of(request)))
 
 
-@router.get("/v1/tiers/{tier}", response_model=TierRow, tags=["node"], responses=GUARDED | problems(404))
+@router.get(
+    "/v1/tiers/{tier}",
+    response_model=TierRow,
+    response_model_exclude_unset=True,
+    tags=["node"],
+    responses=GUARDED | problems(404),
+)
 async def show_tier(request: Request, tier: TierPath) -> TierRow:
-    """Capacity, use and watermarks of a tier."""
+    """Capacity, use, watermarks, hits, speed and health of a tier."""
     return _tier(session_of(request), tier)
 
 
-@router.patch("/v1/tiers/{tier}", response_model=TierRow, tags=["node"],
+@router.patch("/v1/tiers/{tier}", response_model=TierRow, response_model_exclude_unset=True, tags=["node"],
               responses=GUARDED | READS_BODY | problems(404, 409))  # fmt: skip
 async def change_tier(request: Request, tier: TierPath, change: TierChange) -> TierRow:
     """Change a tier while it serves; a new capacity is reached step by step. Needs an admin. 409 for watermarks that
@@ -43,12 +51,21 @@ async def change_tier(request: Request, tier: TierPath, change: TierChange) -> T
     capacity_bytes = None if change.capacity is None else size_bytes(change.capacity)
     reply = wire.SetTier(0, tier, capacity_bytes, change.high_watermark, change.low_watermark)
     if capacity_bytes is not None and session.tenant.admin:
-        _check_memory(_tier(session, tier), capacity_bytes)
+        _check_room(_tier(session, tier), capacity_bytes)
     try:
         await session.ask(reply)
     except InvalidRequest as error:
         raise Problem(409, str(error)) from error
     return _tier(session, tier)
+
+
+@router.post("/v1/tiers/{tier}/drain", response_model=DrainResult, tags=["node"],
+             responses=GUARDED | problems(404))  # fmt: skip
+async def drain_tier(request: Request, tier: TierPath) -> DrainResult:
+    """Empty a tier, of all tenants; what is worth it goes to the next lower one. Needs an admin."""
+    visit_of(request).allow(SLOW_S)
+    drained = await session_of(request).ask(wire.Drain(0, tier))
+    return DrainResult(blocks=drained.blocks, left=drained.left)
 
 
 @router.post("/v1/check", response_model=CheckResult, tags=["node"], responses=GUARDED)
@@ -96,7 +113,9 @@ def size_bytes(capacity: int | str) -> int:
 
 
 def _tiers(session: Session) -> list[TierRow]:
-    return [TierRow(**row) for row in tiers(session.store, session.upkeep)]
+    store = session.store
+    found = {"tiers": tiers(store, session.upkeep), "namespaces": namespaces(store)}
+    return [TierRow(**row) for row in with_hits(found, is_admin=session.tenant.admin)]
 
 
 def _tier(session: Session, name: str) -> TierRow:
@@ -106,11 +125,18 @@ def _tier(session: Session, name: str) -> TierRow:
     raise NotFound(f"no tier {name!r}; there are {', '.join(row.tier for row in _tiers(session))}")
 
 
-def _check_memory(tier: TierRow, capacity_bytes: int) -> None:
+def _check_room(tier: TierRow, capacity_bytes: int) -> None:
     """Raises Problem for a capacity that would take more than the host has to give: nobody would survive that."""
+    if tier.target_bytes is None or tier.slab_bytes is None or tier.tier not in (DRAM, NVME):
+        return  # its capacity cannot be changed at all, or its medium has no more than it has
     most_bytes = tier.capacity_bytes + _available_bytes()
+    what = "this host has memory"
+    if tier.tier == NVME:
+        punched_bytes = tier.medium["slabs_punched"] * tier.slab_bytes  # their room is free, and theirs
+        most_bytes = tier.capacity_bytes - punched_bytes + tier.medium["filesystem_free_bytes"]
+        what = "the disk has room"
     if capacity_bytes > max(most_bytes, tier.target_bytes):
-        raise Problem(409, f"a capacity of {capacity_bytes} bytes; this host has memory for {most_bytes}")
+        raise Problem(409, f"a capacity of {capacity_bytes} bytes; {what} for {most_bytes}")
 
 
 def _available_bytes() -> int:

@@ -5,7 +5,14 @@ from typing import Any
 from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
 
-from server.rest.models import CHECKSUM_PATTERN, EXAMPLE_CHECKSUM, EXAMPLE_KEY, KEY_PATTERN, ProblemDocument
+from server.rest.models import (
+    CHECKSUM_PATTERN,
+    EXAMPLE_CHECKSUM,
+    EXAMPLE_KEY,
+    KEY_PATTERN,
+    MOST_LOAD_S,
+    ProblemDocument,
+)
 from server.rest.problems import MEDIA_TYPE
 
 Responses = dict[int | str, dict[str, Any]]
@@ -26,6 +33,7 @@ ETAG = {
         "example": f'"{EXAMPLE_CHECKSUM}"',
     }
 }
+PERHAPS_ETAG = {"ETag": ETAG["ETag"] | {"required": False}}
 RANGES = {"Accept-Ranges": {"required": True, "schema": {"type": "string", "const": "bytes"}}}
 CONTENT_RANGE = {"Content-Range": {"required": True, "schema": {"type": "string", "pattern": "^bytes "}}}
 
@@ -46,12 +54,19 @@ PATH = [
     _parameter("path", "key", "The block's key, and the u16 number of the part where there are parts.", KEY_PATTERN)
     | {"example": EXAMPLE_KEY},
 ]
+TIER = _parameter("query", "tier", "From this tier only.")
+LOAD = _parameter(
+    "query", "load_s", "Seconds that loading it from a lower tier may take; half of the request's at most."
+)
+LOAD["schema"] = {"type": "number", "minimum": 0, "maximum": MOST_LOAD_S}
+WHERE = {"X-Cairn-Tier": {"description": "The fastest tier that has it.", "schema": {"type": "string"}}}
 MATCHES = _parameter("header", "If-None-Match", "`*` or ETags: 304 when the block has one of them.")
-BLOCK_PATH: dict[str, Any] = {"parameters": PATH}
+DELETION: dict[str, Any] = {"parameters": [*PATH, TIER]}
 IF_NONE_MATCH: dict[str, Any] = {"parameters": [*PATH, MATCHES]}
 RANGED: dict[str, Any] = {
     "parameters": [
         *PATH,
+        LOAD,
         MATCHES,
         _parameter("header", "Range", "One range of bytes; several are answered with all of it."),
         _parameter("header", "If-Range", "ETag without which Range does not count."),

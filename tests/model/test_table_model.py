@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvstore.check import check
 from kvstore.errors import InvalidRequest, Rejected, StaleLease, TierFull
 from kvstore.holds import Grant, Holds, Lease, Pin
-from kvstore.table import BlockTable, Space
+from kvstore.table import BlockTable, Space, TierShape
 from kvstore.types import DRAM, BlockKey, Cause, Change, Owner, Placement, State
 from tests.model.oracle import CLASSES, SLAB_BYTES, Block, Model, Place, Slab
 
@@ -60,7 +60,7 @@ def chain_of(place: Place, prompt: list[int], part: int) -> list[BlockKey]:
 class TableMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.table = BlockTable({DRAM: SLAB_BYTES})
+        self.table = BlockTable({DRAM: TierShape(SLAB_BYTES)})
         self.holds = Holds(self.table, HOLDS_PER_CLIENT, PINS_PER_TENANT)
         self.tier = self.table.tiers[DRAM]
         self.model = Model()

@@ -15,10 +15,10 @@ from engine_client.steps import OpenSpace
 from kvstore import wire
 from kvstore.copier import checksum
 from kvstore.errors import DeadlineExceeded, StaleLease, StoreError
+from kvstore.packed import unpack_u64
 from kvstore.region import Region
 from kvstore.transport.local import Door
 from kvstore.types import BlockKey
-from kvstore.wire import unpack_u64
 from tests.system.children import Child
 from tests.system.nodes import NodeProcess, content, namespace, pause, until
 from tests.system.test_full_store import timed

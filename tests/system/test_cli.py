@@ -405,13 +405,14 @@ def test_pinning_nothing_and_letting_go_of_nothing_end_with_1(cairn, space):
 
 def test_a_tier_is_changed_while_it_serves(start_node):
     cairn = Shell(CAIRN_RUN_DIR=str(start_node().run_dir))
-    assert "32.0 MiB" in cairn.ok("tiers", "--set", "capacity=32MiB").text  # on its way there, or there already
-    row = cairn.ok("tiers", "--set", "high_watermark=0.8", "--set", "low_watermark=0.5", "--json").row
+    assert "32.0 MiB" in cairn.ok("tiers", "set", "dram", "capacity=32MiB").text  # on its way there, or there already
+    row = cairn.ok("tiers", "set", "dram", "high_watermark=0.8", "low_watermark=0.5", "--json").row
     assert (row["target_bytes"], row["high_watermark"], row["low_watermark"]) == (32 << 20, 0.8, 0.5)
-    senseless = cairn("tiers", "--set", "high_watermark=0.3")
+    senseless = cairn("tiers", "set", "dram", "high_watermark=0.3")
     assert senseless.code == 2
     assert "watermarks" in senseless.err
-    assert cairn("tiers", "--tier", "nvme", "--set", "capacity=1GiB").code == 1
+    absent = cairn("tiers", "set", "nvme", "capacity=1GiB")
+    assert (absent.code, absent.err) == (1, "error[not_found]: no tier 'nvme' with slabs; there is dram\n")
 
 
 def fill(node, space: str, blocks: int) -> list[str]:
@@ -458,12 +459,26 @@ BAD = {
     "a pin for ever": ["pin", "{space}", KEY, "--ttl", "99999999999h"],
     "a pin id that is none": ["unpin", "seventeen"],
     "a pin id of another world": ["unpin", str(2**64)],
-    "a setting of a tier that is none": ["tiers", "--set", "colour=red"],
-    "a setting without a value": ["tiers", "--set", "capacity"],
-    "a size that is none": ["tiers", "--set", "capacity=lots"],
-    "a size of another world": ["tiers", "--set", "capacity=99999999TiB"],
-    "a share above 1": ["tiers", "--set", "high_watermark=1.5"],
-    "less than a slab": ["tiers", "--set", "capacity=1KiB"],
+    "a setting of a tier that is none": ["tiers", "set", "dram", "colour=red"],
+    "a setting without a value": ["tiers", "set", "dram", "capacity"],
+    "a tier without a setting": ["tiers", "set", "dram"],
+    "a tier of another world": ["tiers", "set", "tape", "capacity=1GiB"],
+    "a tier that has no slabs": ["tiers", "set", "object", "capacity=1GiB"],
+    "a word that is not set": ["tiers", "get", "dram", "capacity"],
+    "a size that is none": ["tiers", "set", "dram", "capacity=lots"],
+    "a size of another world": ["tiers", "set", "dram", "capacity=99999999TiB"],
+    "a share above 1": ["tiers", "set", "dram", "high_watermark=1.5"],
+    "less than a slab": ["tiers", "set", "dram", "capacity=1KiB"],
+    "nothing to promote": ["promote", "{space}"],
+    "a load that takes no time": ["promote", "{space}", KEY, "--load", "0s"],
+    "nothing to demote": ["demote", "{space}"],
+    "demoted to where it is": ["demote", "{space}", KEY, "--to", "dram"],
+    "evicted from a tier of another world": ["evict", "{space}", KEY, "--tier", "tape"],
+    "evicted upwards": ["evict", "{space}", KEY, "--to", "dram"],
+    "evicted from below to below": ["evict", "{space}", KEY, "--tier", "nvme", "--to", "object"],
+    "a bucket that is drained": ["drain", "object"],
+    "no tier to drain": ["drain"],
+    "a doctor with a setting that is none": ["doctor", "--tiers.nvme.pth", "/tmp"],
     "an address that is none": ["stat", "--address", "node.example"],
     "a timeout that is none": ["stat", "--timeout", "soon"],
     "an interval of nothing": ["top", "--interval", "0s", "--once"],
@@ -515,6 +530,9 @@ ASKING = {
     "pin": ["pin", "x", KEY],
     "unpin": ["unpin", "1"],
     "explain": ["explain", "x", KEY],
+    "promote": ["promote", "x", KEY],
+    "demote": ["demote", "x", "--all"],
+    "drain": ["drain", "dram"],
     "check": ["check"],
     "top": ["top", "--once"],
     "namespace show": ["namespace", "show", "x"],
@@ -602,7 +620,7 @@ def shared(start_node):
     return start_node(**TENANTS)
 
 
-@pytest.mark.parametrize("name", ["put", "evict", "pin", "unpin"])
+@pytest.mark.parametrize("name", ["put", "evict", "pin", "unpin", "demote"])
 def test_who_may_only_read_is_refused(shared, block, name):
     reader = Shell(CAIRN_ADDRESS=shared.address)
     reader.ok("namespace", "define", "x", *FIELDS)
@@ -611,7 +629,7 @@ def test_who_may_only_read_is_refused(shared, block, name):
     assert outcome.err == "error[forbidden]: tenant reader may only read\n"
 
 
-@pytest.mark.parametrize("words", [["check"], ["tiers", "--set", "capacity=32MiB"]])
+@pytest.mark.parametrize("words", [["check"], ["drain", "dram"], ["tiers", "set", "dram", "capacity=32MiB"]])
 def test_who_is_no_admin_may_not_operate(shared, words):
     outcome = Shell(CAIRN_ADDRESS=shared.tcp_address, CAIRN_TOKEN="writer-token-of-16")(*words)
     assert outcome.code == 1
@@ -928,6 +946,7 @@ def test_all_commands_are_there():
     assert set(COMMANDS) == {
         *("node", "config show", "demo", "put", "get", "match", "ls", "evict", "pin", "unpin", "explain"),
         *("namespace define", "namespace show", "stat", "tiers", "check", "top"),
+        *("promote", "demote", "drain", "doctor", "trace replay"),
     }
 
 
@@ -944,7 +963,7 @@ def test_examples_use_options_that_exist(name):
     help_text = COMMANDS[name].help.replace("\\\n", " ")
     examples = [line.strip() for line in help_text.splitlines() if line.strip().startswith(f"cairn {name}")]
     assert examples
-    known = {"--help", *defaults_as_options()} if name in ("node", "config show") else {"--help"}
+    known = {"--help", *defaults_as_options()} if name in ("node", "config show", "doctor") else {"--help"}
     context = COMMANDS[name].make_context(name, [], resilient_parsing=True)
     for option in COMMANDS[name].get_params(context):
         known |= set(option.opts)

@@ -11,7 +11,7 @@ from engine_client.blocking import BlockingClient
 from kvstore import wire
 from kvstore.copier import checksum
 from kvstore.errors import StaleLease, TransportError
-from kvstore.wire import pack_keys, pack_u64
+from kvstore.packed import pack_keys, pack_u64
 from tests.system.children import Child, Witness
 from tests.system.nodes import PATIENCE_S, NodeProcess, content, namespace, pause, until
 from tests.system.wire_client import WireClient

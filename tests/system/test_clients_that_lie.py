@@ -10,8 +10,8 @@ from engine_client.blocking import BlockingClient
 from kvstore import wire
 from kvstore.copier import checksum
 from kvstore.errors import InvalidRequest, Rejected, StaleLease
+from kvstore.packed import pack_keys, pack_u64, unpack_u64
 from kvstore.types import BlockKey, Placement
-from kvstore.wire import pack_keys, pack_u64, unpack_u64
 from tests.system.children import Witness
 from tests.system.nodes import NodeProcess, content, namespace, until
 from tests.system.wire_client import WireClient

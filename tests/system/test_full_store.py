@@ -17,7 +17,7 @@ from engine_client.decode import DecodeClient
 from engine_client.prefill import PrefillClient
 from kvstore import wire
 from kvstore.errors import InvalidRequest, StoreError, TransportError
-from kvstore.wire import pack_keys
+from kvstore.packed import pack_keys
 from tests.system.children import Child
 from tests.system.nodes import NodeProcess, content, namespace, until
 from tests.system.test_clients_that_lie import chain as keys_of

@@ -10,11 +10,11 @@ import pytest
 
 from engine_client.blocking import BlockingClient
 from kvstore import wire
+from kvstore.packed import pack_keys, pack_u64, unpack_u64
 from kvstore.published import ident
 from kvstore.region import Region
 from kvstore.transport.local import Door
 from kvstore.types import BlockKey
-from kvstore.wire import pack_keys, pack_u64
 from tests.system.children import Witness
 from tests.system.nodes import NodeProcess, content, free_port, namespace, pause, until
 from tests.system.test_clients_that_lie import CROWD, LIMITS, OPERATOR, TENANTS, by_number, chain, code, crcs
@@ -174,7 +174,7 @@ def test_a_client_that_asks_for_descriptors_and_takes_none(node):
     with WireClient(node) as guest, WireClient(node, hello=False) as client:
         number = guest.open("garbage", namespace("garbage")).number
         placed = guest.place(number, chain(1, 1), [1000])
-        (slab_id,) = msgspec.msgpack.decode(msgspec.msgpack.encode(wire.unpack_u64(placed.slab_ids)))
+        (slab_id,) = msgspec.msgpack.decode(msgspec.msgpack.encode(unpack_u64(placed.slab_ids)))
         frame = wire.encode(wire.Attach(1, guest.welcome.ticket, (slab_id,) * 64))
         client.socket.settimeout(5.0)
         try:

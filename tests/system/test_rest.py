@@ -19,7 +19,7 @@ from kvstore.catalogue import Tenant
 from kvstore.errors import ConfigError
 from kvstore.metrics import METRICS
 from kvstore.prefix import Namespace, chain
-from kvstore.store import Store
+from kvstore.reads import Reads
 from kvstore.types import DRAM
 from server.rest import create_app
 from server.rest.door import Sessions
@@ -259,7 +259,8 @@ def test_a_namespace_is_what_it_was_first_said_to_be(client):
     same = client.put("/v1/namespaces/ns", json=FIELDS)
     assert same.status_code == 200
     assert same.json()["fields"] == {
-        "revision": "", "weights_epoch": 0, "adapter": "", "hash": "xxh3", "parts": 1, "block_bytes": 0, **FIELDS,
+        "revision": "", "weights_epoch": 0, "adapter": "", "hash": "xxh3", "parts": 1, "block_bytes": 0, "codec": "",
+        "compaction": "", **FIELDS,
     }  # fmt: skip
     other = problem(client.put("/v1/namespaces/ns", json={**FIELDS, "dtype": "float16"}), 409, "namespace_mismatch")
     assert other["differences"] == ["dtype: 'bfloat16' here, 'float16' there"]
@@ -789,13 +790,13 @@ def test_the_last_bytes_of_a_block_are_still_its_own_when_its_room_is_wanted(sma
 
 def test_a_slot_is_let_go_after_the_connection_that_could_still_send_from_it(small_buffers, live_node, monkeypatch):
     node = live_node({"rest.request_timeout": "200ms"})
-    release, lost = Store.release, []
+    release, lost = Reads.release, []
 
-    def noted(self: Store, owner: Any, lease_id: int) -> None:
+    def noted(self: Reads, owner: Any, lease_id: int) -> None:
         lost.append([sender.lost.is_set() for sender in small_buffers])
         release(self, owner, lease_id)
 
-    monkeypatch.setattr(Store, "release", noted)
+    monkeypatch.setattr(Reads, "release", noted)
     with client_of(node) as client:
         client.put("/v1/namespaces/ns", json=FIELDS)
         client.put(path(), content=bytes(256 << 10))

@@ -15,11 +15,11 @@ from engine_client.blocking import BlockingClient
 from engine_client.client import Client
 from kvstore import wire
 from kvstore.errors import ConnectFailed, Forbidden, NotFound, TransportError
+from kvstore.packed import pack_keys, pack_u64, unpack_u64
 from kvstore.region import Region
 from kvstore.slab import slot_bytes
 from kvstore.transport.local import Door
 from kvstore.types import BlockKey, Placement
-from kvstore.wire import pack_keys, pack_u64, unpack_u64
 from server import tenants
 from server.config import load
 from tests.system.children import Child

@@ -9,9 +9,9 @@ from typing import Any
 
 from kvstore import wire
 from kvstore.copier import checksum
+from kvstore.packed import pack_keys, pack_u64, unpack_u64
 from kvstore.prefix import Namespace
 from kvstore.types import BlockKey
-from kvstore.wire import pack_keys, pack_u64, unpack_u64
 from tests.system.nodes import PATIENCE_S, NodeProcess
 
 

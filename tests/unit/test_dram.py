@@ -12,6 +12,7 @@ from kvstore.region import Region
 from kvstore.tiers import TierSpec
 from kvstore.tiers.dram import DramTier
 from kvstore.types import DRAM, Slot
+from tests.tier_contract import MediumContract
 
 SLAB_BYTES = 1 << 20
 
@@ -25,6 +26,13 @@ def copier() -> Iterator[Copier]:
 
 def tier_of(copier: Copier, *, huge_pages: str = "no") -> DramTier:
     return DramTier(TierSpec(DRAM, SLAB_BYTES), copier, huge_pages=huge_pages, mlock="no", prefault=True)
+
+
+class TestDramTier(MediumContract):
+    tier = DRAM
+
+    def open(self, copier: Copier) -> DramTier:
+        return tier_of(copier)
 
 
 def open_descriptors() -> int:

@@ -8,7 +8,7 @@ from kvstore.catalogue import Tenant
 from kvstore.exports import RING_ENTRIES, Exports
 from kvstore.published import ENTRY, PARTIAL, READABLE, Entry, IndexReader, UseRing, ident
 from kvstore.region import Region
-from kvstore.table import BlockTable
+from kvstore.table import BlockTable, TierShape
 from kvstore.types import DRAM, BlockKey, Cause, Owner
 
 RED, BLUE = Tenant("red"), Tenant("blue")
@@ -18,7 +18,7 @@ SLAB_BYTES = 4096
 
 @pytest.fixture
 def table() -> BlockTable:
-    made = BlockTable({DRAM: SLAB_BYTES})
+    made = BlockTable({DRAM: TierShape(SLAB_BYTES)})
     for _ in range(2):
         made.tiers[DRAM].pool.grow()
     return made
@@ -26,7 +26,7 @@ def table() -> BlockTable:
 
 @pytest.fixture
 def exports() -> Iterator[Exports]:
-    made = Exports(64, epoch=5)
+    made = Exports(64, epoch=5, is_all=True)
     yield made
     made.close()
 

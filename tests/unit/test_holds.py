@@ -7,7 +7,7 @@ import pytest
 from kvstore.check import check
 from kvstore.errors import Rejected, StaleLease, StoreError
 from kvstore.holds import SLACK, Holds
-from kvstore.table import BlockTable, Replica
+from kvstore.table import BlockTable, Replica, TierShape
 from kvstore.types import DRAM, BlockKey, Cause, Change, Owner, State
 
 MINE, OTHERS = Owner(1), Owner(2)
@@ -16,7 +16,7 @@ LIMIT = 4
 
 class Node:
     def __init__(self, limit: int = LIMIT) -> None:
-        self.table = BlockTable({DRAM: 4096})
+        self.table = BlockTable({DRAM: TierShape(4096)})
         self.holds = Holds(self.table, limit, limit)
         self.tier = self.table.tiers[DRAM]
         self.space = self.table.space("red", 1, DRAM)

@@ -7,7 +7,7 @@ from kvstore.holds import Holds
 from kvstore.intake import Intake, Limits, Placing
 from kvstore.metrics import Counters
 from kvstore.prefix import Namespace, chain
-from kvstore.table import BlockTable
+from kvstore.table import BlockTable, TierShape
 from kvstore.types import DRAM, Owner, Placement
 
 SIZE = 64
@@ -16,7 +16,7 @@ SLAB = 10 * SIZE
 
 class Bench:
     def __init__(self, *, slabs: int, quota_blocks: int) -> None:
-        self.table = BlockTable({DRAM: SLAB})
+        self.table = BlockTable({DRAM: TierShape(SLAB)})
         for _ in range(slabs):
             self.table.tiers[DRAM].pool.grow()
         self.holds = Holds(self.table, 100, 100)
@@ -24,7 +24,8 @@ class Bench:
         namespace = Namespace(model="m", dtype="u8", layout="x", block_tokens=1, layers=1)
         tenant = Tenant("a", quota_bytes=quota_blocks * SIZE)
         self.root = namespace.root("a", "")
-        self.space = OpenNamespace(1, tenant, namespace, self.root, [self.table.space("a", 1, DRAM)])
+        space = self.table.space("a", 1, DRAM)
+        self.space = OpenNamespace(1, tenant, namespace, self.root, space, (space,))
 
     def put(self, keys, parent=None):
         placing = Placing([], [])
@@ -72,4 +73,4 @@ def test_what_is_held_while_placing_is_let_go_when_it_is_refused():
     keys = chain(range(12), 1, bench.root)
     bench.put(keys)
     assert bench.put(keys)[-1] is Placement.FULL
-    assert [replica.holders for replica in bench.space.spaces[0].replicas.values()] == [0] * 10
+    assert [replica.holders for replica in bench.space.dram.replicas.values()] == [0] * 10

@@ -9,7 +9,7 @@ from kvstore.emptying import SLABS_TRIED
 from kvstore.errors import InvalidRequest, TierFull
 from kvstore.gallop import gallop
 from kvstore.holds import Holds
-from kvstore.table import TRANSITIONS, BlockTable, Replica, Space
+from kvstore.table import TRANSITIONS, BlockTable, Replica, Space, TierShape
 from kvstore.types import DRAM, BlockKey, Cause, Change, Owner, Placement, State
 
 SLAB_BYTES = 4096  # four blocks of 1024 bytes, two of 2048
@@ -20,7 +20,7 @@ class Node:
     """A table with its holds, and the words in which a test tells what happens to it."""
 
     def __init__(self, slabs: int) -> None:
-        self.table = BlockTable({DRAM: SLAB_BYTES})
+        self.table = BlockTable({DRAM: TierShape(SLAB_BYTES)})
         self.holds = Holds(self.table, 100, 100)
         self.tier = self.table.tiers[DRAM]
         for _ in range(slabs):

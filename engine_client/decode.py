@@ -21,10 +21,18 @@ class DecodeClient:
 
     `verify` compares each block with its checksum before the engine sees it. Blocks come as they are stored: encoded
     by `codec`, which the engine decodes layer by layer. Raises ValueError when the namespace is of another one.
+    `tokens_per_s` is how fast this engine computes a prompt (0: not known): what lower tiers would take longer to give
+    is not waited for.
     """
 
     def __init__(
-        self, client: BlockingClient, space: OpenSpace, *, verify: bool = True, codec: Codec | None = None
+        self,
+        client: BlockingClient,
+        space: OpenSpace,
+        *,
+        verify: bool = True,
+        codec: Codec | None = None,
+        tokens_per_s: float = 0.0,
     ) -> None:
         check_namespace(space.namespace, codec)
         self._most_bytes = codec.most_bytes if codec is not None else space.namespace.block_bytes
@@ -32,6 +40,7 @@ class DecodeClient:
         self._space = space
         self.form = (space.namespace.codec, space.namespace.compaction)
         self._verify = verify
+        self._tokens_per_s = tokens_per_s
 
     def load(self, tokens: Any, deadline_s: float) -> "LoadedPrefix":
         """The longest stored prefix of `tokens` that is here, or being written and complete within `deadline_s`.
@@ -52,7 +61,15 @@ class DecodeClient:
     def _in_place(self, keys: Sequence[Any], until: float) -> "LoadedPrefix":
         asked = time.monotonic()
         left_s = max(until - asked, LEAST_S)
-        held = self._client.acquire(self._space, keys, lease_s=LEASE_S, wait_s=0.9 * left_s, within_s=left_s)
+        held = self._client.acquire(
+            self._space,
+            keys,
+            lease_s=LEASE_S,
+            wait_s=0.9 * left_s,
+            load_s=0.9 * left_s,
+            tokens_per_s=self._tokens_per_s,
+            within_s=left_s,
+        )
         if held is None:
             return LoadedPrefix(self._client, None, [], 0, "")
         good = len(held.blocks)
@@ -73,7 +90,15 @@ class DecodeClient:
         left_s = max(until - time.monotonic(), LEAST_S)
         wanted = keys[: max(present, 1)]
         buffers = [bytearray(self._most_bytes) for _ in wanted]
-        got = self._client.get(self._space, wanted, buffers, wait_s=0.9 * left_s, within_s=left_s)
+        got = self._client.get(
+            self._space,
+            wanted,
+            buffers,
+            wait_s=0.9 * left_s,
+            load_s=0.9 * left_s,
+            tokens_per_s=self._tokens_per_s,
+            within_s=left_s,
+        )
         blocks = [memoryview(buffer) for buffer in buffers[:got]]
         return LoadedPrefix(self._client, None, blocks, got * self._space.namespace.block_tokens, "")
 

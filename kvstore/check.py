@@ -1,7 +1,7 @@
 """Fsck of a live node: what the table, the slabs and the holds say must agree. It only reads."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from kvstore.holds import Holds
 from kvstore.replica import Replica, Space
@@ -9,9 +9,11 @@ from kvstore.table import BlockTable, Tier
 from kvstore.types import State
 
 
-def check(table: BlockTable, holds: Holds) -> Iterator[str]:
-    """Yield what is wrong, a sentence each; nothing when all is well. O(replicas)."""
+def check(table: BlockTable, holds: Holds, own: Iterable[Replica] = ()) -> Iterator[str]:
+    """Yield what is wrong, a sentence each; nothing when all is well. `own` is what the node itself holds. O(replicas)."""
     held = Counter(holds.held())
+    held.update(own)
+    held.update(move.replica for tier in table.tiers.values() for move in tier.moves)
     for tier in table.tiers.values():
         spaces = [space for space in table.spaces() if space.tier == tier.name]
         live = [replica for space in spaces for replica in space.replicas.values()]

@@ -15,7 +15,8 @@ from kvstore.clock import Clock
 from kvstore.disk import Disk
 from kvstore.errors import NotFound
 from kvstore.metrics import Counters
-from kvstore.table import BlockTable, Replica
+from kvstore.node_holds import NodeHolds
+from kvstore.table import Replica
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.object_store import ObjectTier
 from kvstore.tiers.packing import Offered
@@ -31,10 +32,11 @@ WALK_BLOCKS = 4096  # of a chain whose recency is passed on
 class Demotion:
     """`writes_through` names the tiers that get a block as soon as it is admitted, not only ahead of eviction."""
 
-    def __init__(self, table: BlockTable, catalogue: Catalogue, dram: DramTier, clock: Clock, *,
+    def __init__(self, own: NodeHolds, catalogue: Catalogue, dram: DramTier, clock: Clock, *,
                  counters: Counters, disk: Disk | None, bucket: ObjectTier | None, admission: Admission,
                  writes_through: frozenset[str], settle: Callable[[], None]) -> None:  # fmt: skip
-        self._table = table
+        self._own = own
+        self._table = own.table
         self._catalogue = catalogue
         self._dram = dram
         self._clock = clock
@@ -46,6 +48,7 @@ class Demotion:
         self._settle = settle
         self._offered: dict[Replica, None] = {}  # to be written through, oldest first
         self.offers = asyncio.Event()
+        self._wants: set[str] = set()  # tenants for whom the disk had no room
         self.is_relieving = False  # blocks are held that will go when they are written
         self._relieved = asyncio.Event()
         self.is_paused = False  # nothing may be allocated on the disk, for it is not known yet what lies there
@@ -73,7 +76,7 @@ class Demotion:
             if not chain:
                 break
             for replica in chain:
-                self._table.hold(replica)
+                self._own.hold(replica)
             chains.append(chain)
             left -= sum(replica.size for replica in chain)
         coldest_uses = [chain[0].last_use for chain in chains]  # parents take it up as their children go
@@ -86,7 +89,7 @@ class Demotion:
         finally:
             for chain, coldest_use in zip(chains, coldest_uses, strict=True):
                 for replica in chain:
-                    self._table.let_go(replica)
+                    self._own.let_go(replica)
                     if is_done and replica.is_evictable and replica.last_use <= coldest_use:
                         self._evict(replica, cause)
             self.is_relieving = False
@@ -116,14 +119,14 @@ class Demotion:
                 if replica in batch or replica.state is not State.WRITTEN:
                     continue
                 if self.admission.admits_early(replica.key, replica.hits, replica.size, self._clock.now()):
-                    self._table.hold(replica)
+                    self._own.hold(replica)
                     batch[replica] = None
                     size += replica.size
         try:
             await self.copy_down(list(batch), tiers=self._writes_through)
         finally:
             for replica in batch:
-                self._table.let_go(replica)
+                self._own.let_go(replica)
             self._settle()
         if self._offered:
             self.offers.set()
@@ -150,12 +153,12 @@ class Demotion:
                 break
             batch = [replica for replica in replicas[start : start + BATCH_BLOCKS] if replica.state is State.WRITTEN]
             for replica in batch:
-                self._table.hold(replica)
+                self._own.hold(replica)
             try:
                 written += await self.copy_down([replica for replica in batch if not self.is_below(replica)])
             finally:
                 for replica in batch:
-                    self._table.let_go(replica)
+                    self._own.let_go(replica)
                 self._settle()
         return written
 
@@ -166,12 +169,12 @@ class Demotion:
             found = (self._table.readable(space.dram, key) for key in keys[start : start + BATCH_BLOCKS])
             batch = [replica for replica in found if replica is not None]
             for replica in batch:
-                self._table.hold(replica)
+                self._own.hold(replica)
             try:
                 written += await self.copy_down(batch, tiers)
             finally:
                 for replica in batch:
-                    self._table.let_go(replica)
+                    self._own.let_go(replica)
                     if evict and replica.is_evictable and self.is_below(replica):
                         self._evict(replica, Cause.DEMOTED)
                         evicted += 1
@@ -200,10 +203,21 @@ class Demotion:
             return True
         return self._bucket is not None and self._bucket.has(space.root, replica.key)
 
+    def take_wants(self) -> set[str]:
+        """The tenants for whom the disk had no room since the last call."""
+        wants, self._wants = self._wants, set()
+        return wants
+
     def _space(self, replica: Replica) -> OpenNamespace:
         found = self._catalogue.of_number(replica.space.number)
         assert found is not None, "what has replicas is open"
         return found
+
+    def _may_store(self) -> bool:
+        """Whether the next lower tier would take blocks now: else none is counted as admitted."""
+        if self._disk is not None:
+            return not self.is_paused and self._disk.may_store()
+        return self._bucket is not None and self._bucket.may_store()
 
     def _admitted(self, chain: Sequence[Replica]) -> list[Replica]:
         """Of blocks that go, children first: those to write. A block was used as often as what hangs on it."""
@@ -211,7 +225,7 @@ class Demotion:
         hits = 0
         for replica in chain:
             hits = replica.hits = max(hits, replica.hits)
-            if self.is_below(replica):
+            if self.is_below(replica) or not self._may_store():
                 continue
             if self.admission.admits(replica.key, hits, replica.size, self._clock.now()):
                 found.append(replica)
@@ -272,11 +286,11 @@ class Demotion:
         finally:
             for replica, target in job:
                 if is_good and replica.state is State.WRITTEN:  # else it was deleted meanwhile
-                    self._table.commit(target, replica.checksum)
+                    self._own.commit(target, replica.checksum)
                     written += 1
                 else:
                     self._table.abort(target, Cause.ABORTED)
-                    self._table.let_go(target)
+                    self._own.let_go(target)
             self._settle()
         self._counters.demoted_blocks[NVME] += written
         self._touch_above(job[-1][1])
@@ -291,9 +305,10 @@ class Demotion:
             is_wanted = space is not None and replica.key not in space.replicas and replica.state is State.WRITTEN
             if space is None or not is_wanted or tier.stride(replica.size) > tier.pool.slab_bytes:
                 continue
-            target = self._table.allocate(space, replica.key, replica.parent, replica.size)
+            target = self._own.allocate(space, replica.key, replica.parent, replica.size)
             if target is None:
-                break  # the disk is full until slabs were given back
+                self._wants.add(space.tenant)
+                break  # the disk is full until slabs were given back, or what another tenant used was replaced
             target.checksum, target.hits = replica.checksum, replica.hits
             target.depth = max(target.depth, replica.depth)
             job.append((replica, target))

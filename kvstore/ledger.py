@@ -1,9 +1,8 @@
 """The NVMe tier's index on disk: which block lies in which slot, in a RocksDB that survives the process.
 
     0x01                    -> the marks
-    0x02 number             -> a namespace, as its caller encoded it
-    0x03 slab id            -> slot_bytes u64, tenant in UTF-8
-    0x04 number, block key  -> a record of RECORD_BYTES
+    0x02 slab id            -> slot_bytes u64, tenant in UTF-8
+    0x03 number, block key  -> a record of RECORD_BYTES
 
 Numbers in keys are big-endian, so that a scan is ordered; in values they are little-endian. Beside RocksDB's files
 lie FORMAT, which says that this is a ledger and of which version, and CLEAN, which is there only while a ledger is
@@ -51,8 +50,8 @@ RECORD_BYTES = ROW.itemsize
 _RECORD = struct.Struct("<IBB2x18s18sQIIQQQQII")
 assert _RECORD.size == RECORD_BYTES
 
-_MARKS_KEY, _NAMESPACES, _SLABS, _BLOCKS, _END = b"\x01", b"\x02", b"\x03", b"\x04", b"\x05"
-_MARKS = struct.Struct("<5Q")
+_MARKS_KEY, _SLABS, _BLOCKS, _END = b"\x01", b"\x02", b"\x03", b"\x04"
+_MARKS = struct.Struct("<2Q")
 _NUMBER, _SLAB_ID, _SLOT_BYTES = struct.Struct(">I"), struct.Struct(">Q"), struct.Struct("<Q")
 _CLEAN = "CLEAN"
 _ERRNO = {os.strerror(code): code for code in (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EMFILE)}
@@ -77,13 +76,10 @@ class Record(NamedTuple):
 
 
 class Marks(NamedTuple):
-    """What a node must not forget: the tier's layout, and the highest numbers that may have been given out."""
+    """What a node must not forget: the tier's layout, and the epoch of its last start."""
 
     slab_bytes: int = 0
-    epoch: int = 0  # of the last start
-    version: int = 0
-    generation: int = 0
-    slab_id: int = 0
+    epoch: int = 0
 
 
 class Ledger:
@@ -170,16 +166,9 @@ class Ledger:
         return Marks() if value is None else Marks(*_MARKS.unpack(value))
 
     def put_marks(self, marks: Marks) -> None:
-        """Durable on return, so what is within the marks may be given out. Put them in strides: it costs a sync."""
+        """Durable on return."""
         self._write([], [(_MARKS_KEY, _MARKS.pack(*marks))])
         self.sync()
-
-    def namespaces(self) -> dict[int, bytes]:
-        """Number -> what was put."""
-        return {_NUMBER.unpack(key[1:])[0]: value for key, value in self._entries(_NAMESPACES, _SLABS)}
-
-    def put_namespace(self, number: int, value: bytes) -> None:
-        self._write([], [(_NAMESPACES + _NUMBER.pack(number), value)])
 
     def slabs(self) -> dict[int, GroupKey]:
         """Slab id -> the group that it is cut for."""

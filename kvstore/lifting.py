@@ -20,9 +20,10 @@ from kvstore.health import Health
 from kvstore.holds import Holds, Lease
 from kvstore.intake import Intake, Limits, part_of
 from kvstore.metrics import Counters
+from kvstore.node_holds import NodeHolds
 from kvstore.reads import Reads
 from kvstore.sizing import Sizing
-from kvstore.table import BlockTable, Replica
+from kvstore.table import Replica
 from kvstore.tiers.dram import DramTier
 from kvstore.types import BlockKey, Cause, Owner, State
 
@@ -46,10 +47,11 @@ class Above:
 class Lifting:
     """`settle` makes known what the table changed."""
 
-    def __init__(self, table: BlockTable, holds: Holds, intake: Intake, reads: Reads, above: Above, sizing: Sizing, *,
+    def __init__(self, own: NodeHolds, holds: Holds, intake: Intake, reads: Reads, above: Above, sizing: Sizing, *,
                  dram: DramTier, clock: Clock, limits: Limits, counters: Counters,
                  settle: Callable[[], None]) -> None:  # fmt: skip
-        self._table = table
+        self._own = own
+        self._table = own.table
         self._holds = holds
         self._intake = intake
         self._reads = reads
@@ -120,7 +122,7 @@ class Lifting:
                 source = sources[len(lifted)]
                 found = space.hbm.replicas.get(source.key)
                 if found is not None and found.state is State.WRITTEN:
-                    self._table.hold(found)
+                    self._own.hold(found)
                     lifted.append(found)
                 elif found is not None:
                     await self._ends[found].wait()
@@ -133,7 +135,7 @@ class Lifting:
                     break
         finally:
             for replica in lifted:
-                self._table.let_go(replica)
+                self._own.let_go(replica)
             self._settle()
         return [replica for replica in lifted if replica.state is State.WRITTEN]
 

@@ -8,6 +8,7 @@ import asyncio
 import mmap
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from kvstore.catalogue import OpenNamespace
@@ -16,7 +17,8 @@ from kvstore.copier import Copier
 from kvstore.disk import Disk, Loaded
 from kvstore.intake import Intake, part_of
 from kvstore.metrics import Counters
-from kvstore.table import BlockTable, Replica
+from kvstore.node_holds import NodeHolds
+from kvstore.table import Replica
 from kvstore.tiers import TierMedium
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.object_store import ObjectTier
@@ -61,10 +63,11 @@ class Load:
 class Promotion:
     """`settle` makes known what the table changed; `spawn` runs a coroutine until the node stops."""
 
-    def __init__(self, table: BlockTable, intake: Intake, dram: DramTier, copier: Copier, clock: Clock, *,
+    def __init__(self, own: NodeHolds, intake: Intake, dram: DramTier, copier: Copier, clock: Clock, *,
                  counters: Counters, disk: Disk | None, bucket: ObjectTier | None, hbm: TierMedium | None,
                  most_bytes: int, settle: Callable[[], None], spawn: Spawn) -> None:  # fmt: skip
-        self._table = table
+        self._own = own
+        self._table = own.table
         self._intake = intake
         self._dram = dram
         self._copier = copier
@@ -84,6 +87,10 @@ class Promotion:
     def is_idle(self) -> bool:
         return not self._loading
 
+    def may_load(self, tier: TierName) -> bool:
+        """Whether blocks of a tier can be had now: its disk is well, or it is time to try it again."""
+        return tier != NVME or self._disk is None or self._disk.may_load()
+
     def is_loading(self, replica: Replica) -> bool:
         return replica in self._loading
 
@@ -100,17 +107,18 @@ class Promotion:
         if self._disk is None and self._bucket is None and self._hbm is None:
             return 0
         wanted, first = self._wanted(space, keys)
+        wanted = wanted[: self._fitting(wanted)]
         worthwhile = self._worthwhile(wanted, first, space.namespace.block_tokens, load_s, tokens_per_s)
         self._counters.loads_too_slow += len(wanted) - worthwhile
         parts = (part_of(space, key, part) for key in keys for part in range(space.namespace.parts))
         present = [found for key in parts if (found := self._table.readable(space.dram, key)) is not None]
         for replica in present:
-            self._table.hold(replica)  # room for its end is not made at its beginning
+            self._own.hold(replica)  # room for its end is not made at its beginning
         try:
             loads = self._allocate(space, [source for _, source in wanted[:worthwhile]])
         finally:
             for replica in present:
-                self._table.let_go(replica)
+                self._own.let_go(replica)
         self._settle()
         for job in _jobs(loads):
             self._spawn(self._run(space, job))
@@ -150,27 +158,30 @@ class Promotion:
                 return Source(OBJECT, key, parent, size, None)
         return None
 
+    def _fitting(self, wanted: Sequence[tuple[int, Source]]) -> int:
+        """How many may be under way beside what is."""
+        sizes = accumulate((source.size for _, source in wanted), initial=self.loading_bytes)
+        return sum(1 for total in sizes if total <= self._most_bytes) - (self.loading_bytes <= self._most_bytes)
+
     def _worthwhile(self, wanted: Sequence[tuple[int, Source]], first: int, block_tokens: int,
                     load_s: float, tokens_per_s: float) -> int:  # fmt: skip
         """How many of the wanted parts, from the first, to load."""
         tier_bytes = {HBM: 0, NVME: 0, OBJECT: 0}
         best = 0
-        queued_bytes = self.loading_bytes
         for count, (position, source) in enumerate(wanted, 1):
             tier_bytes[source.tier] += source.size
-            queued_bytes += source.size
             arrival_s = max(
                 self._disk.reading.arrival_s(tier_bytes[NVME]) if self._disk is not None and tier_bytes[NVME] else 0.0,
                 self._bucket.reading.arrival_s(tier_bytes[OBJECT])
                 if self._bucket is not None and tier_bytes[OBJECT]
                 else 0.0,
             )
-            if arrival_s > load_s or queued_bytes > self._most_bytes:
+            if arrival_s > load_s:
                 break
             compute_s = (position + 1 - first) * block_tokens / tokens_per_s if tokens_per_s else arrival_s
             if arrival_s <= compute_s:
                 best = count
-        if not best and wanted and wanted[0][1].size + self.loading_bytes <= self._most_bytes:
+        if not best and wanted:
             return int(self._is_unsure(wanted[0][1].tier))  # one, to learn how fast the tier is now
         return best
 
@@ -187,13 +198,13 @@ class Promotion:
             if source.replica is not None:
                 if source.replica.state is not State.WRITTEN:
                     break  # making room took it
-                self._table.hold(source.replica)
+                self._own.hold(source.replica)
             target = None
             if self._intake.make_room(space, source.size) is Placement.GRANTED:
-                target = self._table.allocate(space.dram, source.key, source.parent, source.size)
+                target = self._own.allocate(space.dram, source.key, source.parent, source.size)
             if target is None:
                 if source.replica is not None:
-                    self._table.let_go(source.replica)
+                    self._own.let_go(source.replica)
                 break
             load = self._loading[target] = Load(source, target)
             self.loading_bytes += source.size
@@ -269,15 +280,15 @@ class Promotion:
         self.loading_bytes -= source.size
         cause = Cause.CORRUPT if read is not None and read.loaded == "corrupt" else Cause.LOAD_FAILED
         if target.state is not State.ALLOCATED:
-            self._table.let_go(target)  # a second read was faster, or it was given up
+            self._own.let_go(target)  # a second read was faster, or it was given up
         elif read is not None and read.loaded == "good":
             self._commit(space, load, target, read.checksum)
         else:
             self._table.abort(target, cause)
-            self._table.let_go(target)
+            self._own.let_go(target)
         if source.replica is None:
             return
-        self._table.let_go(source.replica)
+        self._own.let_go(source.replica)
         if read is not None and self._is_lost(source, read) and source.replica.state is State.WRITTEN:
             self._counters.corrupt_blocks += read.loaded == "corrupt"
             self._table.discard(source.replica, cause)
@@ -296,7 +307,7 @@ class Promotion:
             target.depth = max(target.depth, source.replica.depth)
             self._table.use(source.replica)
         self._counters.promoted_blocks[source.tier] += 1
-        self._table.commit(target, checksum)
+        self._own.commit(target, checksum)
 
     # A read that is late is done once more, into other memory.
 
@@ -333,7 +344,7 @@ class Promotion:
             return
         self._table.abort(first, Cause.LOAD_FAILED)
         del self._loading[first]
-        other = self._table.allocate(space.dram, first.key, first.parent, first.size)
+        other = self._own.allocate(space.dram, first.key, first.parent, first.size)
         assert other is not None, "room was made"
         self._loading[other] = load
         self._settle()
@@ -349,7 +360,7 @@ class Promotion:
             else:
                 if other.state is State.ALLOCATED:
                     self._table.abort(other, Cause.LOAD_FAILED)
-                self._table.let_go(other)
+                self._own.let_go(other)
             self._settle()
 
 

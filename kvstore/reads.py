@@ -47,11 +47,12 @@ class Reads:
         """How many blocks of a chain this node can get, from whatever tier, from the first; all parts of each."""
         self._intake.check_batch(space, keys)
         bucket = self._bucket
+        spaces = [found for found in space.spaces if self._promotion.may_load(found.tier)]
         elsewhere = None
         if bucket is not None and bucket.may_load():
             elsewhere = partial(bucket.has, space.root)
         return min(
-            self._table.match(space.spaces, [part_of(space, key, part) for key in keys], elsewhere)
+            self._table.match(spaces, [part_of(space, key, part) for key in keys], elsewhere)
             for part in range(space.namespace.parts)
         )
 

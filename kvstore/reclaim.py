@@ -12,8 +12,9 @@ from typing import cast
 from kvstore.catalogue import Catalogue
 from kvstore.disk import Disk
 from kvstore.metrics import Counters
+from kvstore.node_holds import NodeHolds
 from kvstore.slab import Slab
-from kvstore.table import BlockTable, Move, Replica
+from kvstore.table import Move, Replica
 from kvstore.tiers.object_store import ObjectTier
 from kvstore.tiers.packing import Offered
 from kvstore.types import NVME, OBJECT, Cause, State
@@ -27,15 +28,16 @@ JOB_BYTES = 4 << 20
 class Reclaim:
     """`high` and `low` watermarks are shares of the slabs that the tier has."""
 
-    def __init__(self, table: BlockTable, catalogue: Catalogue, disk: Disk, counters: Counters, *,
+    def __init__(self, own: NodeHolds, catalogue: Catalogue, disk: Disk, counters: Counters, *,
                  bucket: ObjectTier | None, settle: Callable[[], None]) -> None:  # fmt: skip
-        self._table = table
+        self._own = own
+        self._table = own.table
         self._catalogue = catalogue
         self._disk = disk
         self._counters = counters
         self._bucket = bucket
         self._settle = settle
-        self._tier = table.tiers[NVME]
+        self._tier = own.table.tiers[NVME]
 
     def cut_slabs(self) -> int:
         return sum(1 for _ in self._tier.pool.in_use())
@@ -119,7 +121,7 @@ class Reclaim:
         for replica in going:
             space = self._catalogue.of_number(replica.space.number)
             if space is not None and replica.state is State.WRITTEN and not bucket.has(space.root, replica.key):
-                self._table.hold(replica)
+                self._own.hold(replica)
                 wanted.setdefault(space.root, []).append(replica)
         try:
             for root, replicas in wanted.items():
@@ -139,7 +141,7 @@ class Reclaim:
         finally:
             for replicas in wanted.values():
                 for replica in replicas:
-                    self._table.let_go(replica)
+                    self._own.let_go(replica)
 
 
 def _mean_use(slab: Slab) -> float:

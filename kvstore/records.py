@@ -11,15 +11,15 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kvstore.catalogue import Catalogue
 from kvstore.copier import finished
-from kvstore.ledger import BATCH_RECORDS, Ledger, Record, set_aside
+from kvstore.ledger import BATCH_RECORDS, Ledger, Record, records, set_aside
 from kvstore.prefix import Namespace
-from kvstore.table import Event, Replica
+from kvstore.table import Event, Replica, Space
 from kvstore.types import NVME, BlockKey, Change, State
 
 log = logging.getLogger("cairn.records")
@@ -200,6 +200,30 @@ class Records:
         await self.run(write)
         self._slabs.update({slab_id: slot_bytes for slab_id, (_, slot_bytes) in slabs.items()})
 
+    async def problems(self, spaces: Iterable[Space]) -> list[str]:
+        """Where the ledger, told all until now, differs from these spaces of the disk, a sentence each.
+
+        Once all that an earlier start left is taken up. Raises OSError.
+        """
+        await self.flush()  # nothing else happens until the scan is queued: it sees this very moment
+        wanted = {
+            (space.number, replica.key): (replica.slab.slab_id, replica.index, replica.generation, replica.checksum)
+            for space in spaces
+            for replica in space.replicas.values()
+            if replica.state is State.WRITTEN
+        }
+
+        def scan(ledger: Ledger) -> list[str]:
+            found = []
+            for record in chain.from_iterable(map(records, ledger.scan())):
+                place = (record.slab_id, record.slot_index, record.generation, record.checksum)
+                meant = wanted.pop((record.number, record.key), None)
+                if meant != place:
+                    found.append(f"{record.key.hex()}: the ledger has {place}, the table {meant}")
+            return found + [f"{key.hex()}: the ledger does not have it" for _, key in wanted]
+
+        return await self.run(scan)
+
     async def aclose(self) -> None:
         """Write what is left, and close the ledger."""
         try:
@@ -219,12 +243,15 @@ class Records:
 
 
 def read_namespaces(folder: Path) -> list[dict[str, Any]]:
-    """What the NVMe tier in `folder` says of its namespaces; nothing where that is lost or damaged."""
+    """What the NVMe tier in `folder` says of its namespaces; nothing where that is lost or damaged.
+
+    OSError where the disk does not give it: then it may be there, and must not be taken for lost.
+    """
     try:
         found = json.loads((folder / NAMESPACES).read_bytes())
     except FileNotFoundError:
         return []
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         log.error("%s is lost, and with it all blocks on the disk: %s", NAMESPACES, error)
         return []
     return [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []

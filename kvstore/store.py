@@ -25,6 +25,7 @@ from kvstore.holds import Holds, Pin
 from kvstore.intake import Intake, Limits, part_of
 from kvstore.lifting import NODE, Above, Lifting
 from kvstore.metrics import Counters
+from kvstore.node_holds import NodeHolds
 from kvstore.prefix import Namespace
 from kvstore.promotion import Promotion
 from kvstore.published import IDENT_PREFIX
@@ -76,8 +77,9 @@ class Store:
             for name, medium in ((HBM, hbm), (DRAM, dram), (NVME, below.disk.medium if below.disk else None))
             if medium is not None
         }
+        self.own = NodeHolds(table)
         self.promotion = Promotion(
-            *(table, self.intake, dram, copier, clock),
+            *(self.own, self.intake, dram, copier, clock),
             counters=self.counters,
             disk=below.disk,
             bucket=below.bucket,
@@ -87,7 +89,7 @@ class Store:
             spawn=self._spawn,
         )
         self.demotion = Demotion(
-            *(table, catalogue, dram, clock),
+            *(self.own, catalogue, dram, clock),
             counters=self.counters,
             disk=below.disk,
             bucket=below.bucket,
@@ -117,21 +119,25 @@ class Store:
         self.reclaim = None
         if below.disk is not None:
             self.reclaim = Reclaim(
-                *(table, catalogue, below.disk, self.counters), bucket=below.bucket, settle=self._settle
+                *(self.own, catalogue, below.disk, self.counters), bucket=below.bucket, settle=self._settle
             )
         self.lifting = self._make_lifting(above) if above is not None else None
-        self.defragment = Defragment(
-            table,
-            {DRAM: self._copy_within} | ({HBM: hbm.copy_within} if hbm is not None else {}),
-            asked=lambda: (self.counters.requests.total(), self.counters.loaded_bytes.total()),
-            settle=self._settle,
-        )
+        self.defragment = self._make_defragment(above)
         self._crashed = crashed
         self._tasks: set[asyncio.Task[None]] = set()
 
+    def _make_defragment(self, above: Above | None) -> Defragment:
+        counters = self.counters
+        return Defragment(
+            self.table,
+            {DRAM: self._copy_within} | ({HBM: above.hbm.copy_within} if above is not None else {}),
+            asked=lambda: (counters.requests.total(), counters.loaded_bytes.total()),
+            settle=self._settle,
+        )
+
     def _make_lifting(self, above: Above) -> Lifting:
         return Lifting(
-            *(self.table, self.holds, self.intake, self.reads, above, self.sizings[HBM]),
+            *(self.own, self.holds, self.intake, self.reads, above, self.sizings[HBM]),
             dram=self.dram,
             clock=self.clock,
             limits=self.limits,
@@ -259,7 +265,7 @@ class Store:
 
     def problems(self) -> Iterator[str]:
         """Fsck of the live node: what is wrong, a sentence each."""
-        return check(self.table, self.holds)
+        return check(self.table, self.holds, self.own.held())
 
     # Upkeep.
 

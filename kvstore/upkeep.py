@@ -138,8 +138,7 @@ class Upkeep:
         bucket = self._store.below.bucket
         assert bucket is not None
         while True:
-            for space in list(self._store.catalogue.all()):
-                await bucket.refresh(space.root)
+            await asyncio.gather(*(bucket.refresh(space.root) for space in self._store.catalogue.all()))
             await asyncio.sleep(BUCKET_INTERVAL_S)
 
     async def trim_bucket(self) -> None:
@@ -161,8 +160,9 @@ class Upkeep:
         state = self._store.table.tiers[TierName(tier)]
         before = state.replicas
         if tier == DRAM:
-            while await self._store.demotion.step(state.used_bytes, Cause.DRAINED):
-                pass
+            left = before
+            while left > 0 and await self._store.demotion.step(state.used_bytes, Cause.DRAINED):
+                left = min(left - 1, state.replicas)
         elif tier == HBM:
             more = True
             while more:
@@ -170,8 +170,9 @@ class Upkeep:
                 await asyncio.sleep(0)
         else:
             assert self._store.reclaim is not None
-            while await self._store.reclaim.give_back(Cause.DRAINED, readmits=False):
-                pass
+            for _ in range(self._store.reclaim.cut_slabs()):  # what is cut meanwhile holds newer blocks
+                if not await self._store.reclaim.give_back(Cause.DRAINED, readmits=False):
+                    break
         return before - state.replicas, state.replicas
 
     def room_was_taken(self) -> None:
@@ -240,6 +241,8 @@ class Upkeep:
         assert reclaim is not None
         pool = self._store.table.tiers[NVME].pool
         marks = self.marks[NVME]
+        for tenant in self._store.demotion.take_wants():
+            await self._store.sizings[NVME].renew(tenant)  # what another tenant used does not pass to it
         if reclaim.cut_slabs() <= marks.high * len(pool.slabs):
             return
         while reclaim.cut_slabs() > marks.low * len(pool.slabs):

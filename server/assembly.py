@@ -52,7 +52,7 @@ def make_store(
     clock = MonotonicClock()
     copier = Copier(config.copier.threads)
     hbm = config.tiers.hbm
-    shapes = {HBM: TierShape(hbm.slab)} if hbm.device else {}
+    shapes = {HBM: TierShape(dram.slab)} if hbm.device else {}
     shapes[DRAM] = TierShape(dram.slab, dram.policy)
     if nvme.path:
         shapes[NVME] = TierShape(nvme.slab, "", disk_stride)
@@ -84,7 +84,7 @@ def make_store(
         limits=_limits(config.limits),
         index_entries=_index_entries(config.index.entries, dram.capacity),
         epoch=epoch,
-        above=_above(hbm, tenants),
+        above=_above(hbm, dram.slab, tenants),
         below=below,
         crashed=crashed,
     )
@@ -105,14 +105,14 @@ def _spaces(table: BlockTable, tenant: str, number: int) -> tuple[Space, ...]:
     return tuple(table.space(tenant, number, tier) for tier in table.tiers)
 
 
-def _above(hbm: HbmSettings, tenants: Sequence[Tenant]) -> Above | None:
+def _above(hbm: HbmSettings, slab_bytes: int, tenants: Sequence[Tenant]) -> Above | None:
     if not hbm.device:
         return None
     from kvstore.tiers.hbm import HbmTier  # torch takes seconds to import, and most nodes do not have it
 
     copier = Copier(HBM_THREADS)
     one_tenant = len({tenant.name for tenant in tenants}) == 1
-    spec = TierSpec(HBM, hbm.slab)
+    spec = TierSpec(HBM, slab_bytes)
     tier = HbmTier(spec, device=hbm.device, capacity_bytes=hbm.capacity, copier=copier, one_tenant=one_tenant)
     return Above(tier, copier)
 

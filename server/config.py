@@ -79,11 +79,10 @@ class DramSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HbmSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The tier in the memory of a GPU."""
+    """The tier in the memory of a GPU. Its slabs have the size of DRAM's, so that each block of DRAM fits."""
 
     device: str = ""  # "cuda:0", or "cpu" for tests; "": there is none
     capacity: Bytes = 4 << 30
-    slab: Bytes = 64 << 20
 
 
 class NvmeSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -266,7 +265,8 @@ def _contradictions(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield "with huge pages a slab must be a multiple of 2MiB", names
     if dram.slab > dram.capacity:
         yield "a slab must fit into the tier", ("tiers.dram.slab", "tiers.dram.capacity")
-    yield from _hbm_contradictions(config.tiers)
+    if config.tiers.hbm.device and dram.slab > config.tiers.hbm.capacity:
+        yield "a slab must fit into the tier", ("tiers.dram.slab", "tiers.hbm.capacity")
     yield from _nvme_contradictions(config.tiers.nvme)
     if limits.frame_bytes < LEAST_FRAME_BYTES:
         yield "a frame must have room for 64KiB", ("limits.frame_bytes",)
@@ -280,16 +280,6 @@ def _contradictions(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
     if len(node.unix_socket.encode()) > SOCKET_PATH_BYTES:
         yield f"a socket's path may have at most {SOCKET_PATH_BYTES} bytes", ("node.unix_socket",)
     yield from _tenant_contradictions(config)
-
-
-def _hbm_contradictions(tiers: TierSettings) -> Iterator[tuple[str, tuple[str, ...]]]:
-    hbm = tiers.hbm
-    if not hbm.slab or hbm.slab % PAGE_BYTES:
-        yield "a slab must be a multiple of 4KiB", ("tiers.hbm.slab",)
-    if hbm.device and hbm.slab > hbm.capacity:
-        yield "a slab must fit into the tier", ("tiers.hbm.slab", "tiers.hbm.capacity")
-    if hbm.device and hbm.slab < tiers.dram.slab:
-        yield "a slab in HBM must have room for any block of DRAM", ("tiers.hbm.slab", "tiers.dram.slab")
 
 
 def _nvme_contradictions(nvme: NvmeSettings) -> Iterator[tuple[str, tuple[str, ...]]]:

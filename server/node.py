@@ -179,8 +179,6 @@ class Node:
         frozen = 0
         while True:
             stored = self.store.counters.stored_blocks
-            if self.recovery is not None:
-                stored += self.recovery.found.blocks
             if stored - frozen >= FREEZE_BLOCKS:
                 gc.collect(1)
                 gc.freeze()

@@ -35,7 +35,7 @@ LAYERS = [  # inside kvstore: a module imports only from lines above its own
     {"evictable", "emptying", "transport", "disk_queue"},
     {"tiers", "tier_state"},
     {"table", "sizing", "disk"},
-    {"holds", "catalogue"},
+    {"holds", "catalogue", "node_holds"},
     {"intake", "exports", "check", "records", "salvage"},
     {"promotion", "demotion", "reclaim", "defragment", "recover", "fsck"},
     {"puts", "reads"},

@@ -258,7 +258,7 @@ class HbmTier:
         return self._device.type == "cpu" or (self._has_one_tenant and to_writer)
 
     def export(self, slab_id: int) -> bytes | Region:
-        """That from which `import_slab` maps the slab elsewhere on this host: a handle, or the memfd. Raises Forbidden."""
+        """From what `import_slab` maps the slab elsewhere on this host: a handle, or the memfd. Raises Forbidden."""
         if not self.may_export(to_writer=True):
             raise Forbidden(f"a handle of a slab on {self._device} would show the blocks of all tenants")
         return self._pool.export(self._slabs[slab_id])

@@ -101,14 +101,15 @@ def speed_table(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         read, written = traffic(row)
         known = row["hit_ratio"] is not None
+        is_counted = "read" in row or "bytes_read" in row["medium"]
         amplified = row["write_amplification"]
         shown.add_row(
             row["tier"],
             f"{row['hit_blocks']:,}" if row["hit_blocks"] is not None else "-",
             output.share_text(row["hit_ratio"]) if known else "-",
-            output.size_text(read) if row["tier"] != DRAM else "-",
+            output.size_text(read) if is_counted else "-",
             output.rate_text(row["read"]["bytes_per_s"] if "read" in row else None),
-            output.size_text(written) if row["tier"] != DRAM else "-",
+            output.size_text(written) if is_counted else "-",
             output.rate_text(row["write"]["bytes_per_s"] if "write" in row else None),
             f"{amplified:.2f}" if amplified is not None else "-",
             ", ".join(row["medium"].get("paths", [])) or "-",
@@ -118,7 +119,7 @@ def speed_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def traffic(row: dict[str, Any]) -> tuple[int, int]:
-    """(Bytes read, bytes written) of a tier since the node started; none are counted of DRAM."""
+    """(Bytes read, bytes written) of a tier since the node started; none are counted of DRAM and HBM."""
     if "read" in row:
         return row["read"]["bytes"], row["write"]["bytes"]
     return row["medium"].get("bytes_read", 0), row["medium"].get("bytes_written", 0)

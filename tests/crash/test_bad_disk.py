@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from engine_client.blocking import BlockingClient
+from kvstore import recover as recover_module
 from kvstore.tiers import nvme as nvme_module
 from kvstore.tiers.block_file import BlockFile
 from tests.conftest import LiveNode
@@ -121,6 +123,10 @@ class Engine:
     def tier(self) -> dict[str, Any]:
         return next(row for row in self.client.stat()["tiers"] if row["tier"] == "nvme")
 
+    def is_grown(self) -> bool:
+        tier = self.tier
+        return bool(tier["capacity_bytes"] == tier["target_bytes"])
+
     def is_well(self) -> bool:
         return not self.tier["health"]
 
@@ -137,7 +143,7 @@ Start = Callable[..., LiveNode]
 def engine(live_node: Start, weather: Weather, tmp_path: Path) -> Iterator[Engine]:
     node = live_node({**SETTINGS, "tiers.nvme.path": str(tmp_path / "tier")})
     engine = Engine(node)
-    until(lambda: engine.tier["capacity_bytes"] == engine.tier["target_bytes"], "the tier to have its size")
+    until(engine.is_grown, "the tier to have its size")
     yield engine
     weather.clear()
     engine.client.close()
@@ -267,7 +273,7 @@ def test_a_disk_that_another_process_fills_is_used_again_when_there_is_room(live
             assert 0 < engine.tier["capacity_bytes"] < engine.tier["target_bytes"]
             keeps_serving(engine, 100)
             (folder / "others").unlink()
-            until(lambda: engine.tier["capacity_bytes"] == engine.tier["target_bytes"], "the tier to grow")
+            until(engine.is_grown, "the tier to grow")
             until(engine.recovers, "the tier to recover")
             fill(folder / "others")
             keeps_serving(engine, 200)
@@ -279,3 +285,40 @@ def test_a_disk_that_another_process_fills_is_used_again_when_there_is_room(live
             until(lambda: not engine.tier["ledger"]["pending"], "the ledger to take what waited")
         node.stop()
         assert fsck(folder / "tier") == []
+
+
+@pytest.mark.parametrize("how", ["read-only", "full"])
+def test_a_node_that_starts_while_the_disk_takes_nothing_serves_and_takes_the_tier_up_later(
+    live_node: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(recover_module, "RETRY_S", 0.1)
+    folder = tmp_path / "small"
+    settings = {**SETTINGS, "tiers.nvme.path": str(folder / "tier"), "tiers.nvme.capacity": "16MiB"}
+    with small_filesystem(folder, "64m"):
+        first = live_node(settings)
+        engine = Engine(first)
+        with closing(engine.client):
+            until(engine.is_grown, "the tier to have its size")
+            engine.put(1)
+            engine.on_disk_only(1)
+            until(lambda: not engine.tier["ledger"]["pending"])
+        first.stop()
+        if how == "full":
+            fill(folder / "others")
+        else:
+            subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+        shutil.copytree(tmp_path / "0", tmp_path / "1", ignore=shutil.ignore_patterns("*.sock"))  # the tenant's secret
+        second = live_node(settings)
+        engine = Engine(second)
+        with closing(engine.client):
+            assert engine.get(1) == 0
+            assert engine.tier["is_recovering"]
+            keeps_serving(engine, 100)
+            if how == "full":
+                (folder / "others").unlink()
+            else:
+                subprocess.run(["mount", "-o", "remount,rw", folder], check=True)
+            until(lambda: engine.get(1) == BLOCKS, "the tier to be taken up")
+            until(engine.recovers, "the tier to be written again")
+        second.stop()
+        assert not list(folder.glob("tier/ledger.broken*")), "the ledger was good all the time"

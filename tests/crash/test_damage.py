@@ -15,7 +15,7 @@ from kvstore.diskblock import ALIGN, HEADER_BYTES
 from kvstore.errors import ConfigError
 from kvstore.fsck import Fsck
 from kvstore.ledger import Ledger, records
-from kvstore.types import NVME, BlockKey
+from kvstore.types import NVME, BlockKey, Cause
 from tests.crash.tiered import TENANT, fsck, keys_of, opened
 
 SMALL, LARGE = 8192, 20_000
@@ -184,6 +184,26 @@ def test_a_lost_ledger_is_made_anew_from_the_headers(tier: Path, repaired: bool)
         assert fsck(tier, repair=True)[0] == "there is no ledger"
         assert fsck(tier) == []
     assert served(tier) == ALL
+
+
+def test_a_lost_ledger_of_a_slab_that_was_cut_anew_is_made_from_the_later_headers(tier: Path) -> None:
+    """Headers of the earlier cut are still there, between those of the later."""
+
+    async def cut_anew() -> None:
+        async with opened(tier) as node:
+            small, large = node.open("small", SMALL), node.open("large", LARGE)
+            node.store.discard(small, keys_of(small, 1, SMALL_BLOCKS), Cause.DELETED, NVME)
+            for prompt in range(3, 6):
+                await node.store_below(large, keys_of(large, prompt, 4))
+
+    async def served_of_large() -> int:
+        async with opened(tier) as node:
+            large = node.open("large", LARGE)
+            return sum([await node.has(large, key) for prompt in (1, 3, 4, 5) for key in keys_of(large, prompt, 4)])
+
+    asyncio.run(cut_anew())
+    shutil.rmtree(tier / "ledger")
+    assert asyncio.run(served_of_large()) == 16
 
 
 @pytest.mark.parametrize("kind", ["sst", "log"])

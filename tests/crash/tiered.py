@@ -94,8 +94,9 @@ class Tiered:
         if sync:
             await self.records.run(lambda ledger: ledger.sync())
 
-    def assert_sound(self) -> None:
+    async def assert_sound(self) -> None:
         assert list(self.store.problems()) == []
+        assert await self.records.problems([space for space in self.table.spaces() if space.tier == NVME]) == []
         assert self.broken == []
 
 
@@ -114,7 +115,7 @@ async def opened(folder: Path, *, tenant: Tenant = TENANT, **settings: str) -> A
         node.store.demotion.is_paused = False
         await node.upkeep.resize_disk()
         yield node
-        node.assert_sound()
+        await node.assert_sound()
     finally:
         await node.store.aclose()
 

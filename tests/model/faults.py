@@ -42,8 +42,10 @@ MODEL_FAULTS = [
     Fault(
         "a tenant is charged for what it freed",
         "table.py",
-        "self._count(tier, replica.space.tenant, -replica.group.slot_bytes)",
-        "self._count(tier, replica.space.tenant, -replica.size)",
+        "        self._count(tier, replica.space.tenant, -replica.group.slot_bytes)\n"
+        "        tier.pool.give_back(replica.slab, replica.index)\n",
+        "        self._count(tier, replica.space.tenant, -replica.size)\n"
+        "        tier.pool.give_back(replica.slab, replica.index)\n",
     ),
     Fault(
         "a parent goes before its children",
@@ -54,7 +56,7 @@ MODEL_FAULTS = [
     Fault(
         "a parent that gets a child is still offered for eviction",
         "table.py",
-        "        if parent is not None and parent.is_evictable:\n            self._evictable(parent).remove(parent)\n",
+        "            if parent.is_evictable:\n                self._evictable(parent).remove(parent)\n",
         "",
     ),
     Fault(
@@ -90,8 +92,8 @@ MODEL_FAULTS = [
     Fault(
         "a match uses the first block instead of the last",
         "table.py",
-        "            last = here(matched - 1)\n",
-        "            last = here(0)\n",
+        "        last = here(matched - 1) if matched else None\n",
+        "        last = here(0) if matched else None\n",
     ),
     Fault(
         "a put takes from its own class though another is colder",
@@ -120,8 +122,8 @@ MODEL_FAULTS = [
     Fault(
         "a slab that is cut anew begins at generation 1",
         "slab.py",
-        "        newest = max(self._generations, default=0) + 1\n",
-        "        newest = 1\n",
+        "        newest = max(generation, *self._generations, 0) + 1\n",
+        "        newest = generation + 1\n",
     ),
     Fault(
         "a slab passes to another tenant",
@@ -138,7 +140,7 @@ MODEL_FAULTS = [
     Fault(
         "a full slab that got a free slot is not offered",
         "slab.py",
-        "        if slab.is_full:\n            self._roomy[group][slab.slab_id] = slab\n",
+        "        if slab.is_full and not is_apart:\n            self._roomy[group][slab.slab_id] = slab\n",
         "",
     ),
     Fault(
@@ -167,14 +169,14 @@ MODEL_FAULTS = [
     ),
     Fault(
         "a block goes by its arrival instead of its last use",
-        "eviction/lru.py",
-        "        if replica.last_use > self._newest_use:\n",
-        "        if replica.last_use >= 0:\n",
+        "eviction/order.py",
+        "        if stamp > self._newest:\n",
+        "        if stamp >= 0:\n",
     ),
     Fault(
         "a block that came late goes last",
-        "eviction/lru.py",
-        "if first is None or (last_use, version) < (first.last_use, first.version):",
+        "eviction/order.py",
+        "if first is None or (stamp, version) < (self._in_order[first], first.version):",
         "if first is None:",
     ),
     Fault(
@@ -315,13 +317,13 @@ FAULTS = [
     ),
     Fault(
         "a block that came late twice goes at its earlier time",
-        "eviction/lru.py",
-        "if replica in self._late and replica.last_use == last_use:",
+        "eviction/order.py",
+        "if self._late.get(replica) == stamp:",
         "if replica in self._late:",
     ),
     Fault(
         "removed blocks pile up in the policy",
-        "eviction/lru.py",
+        "eviction/order.py",
         "        if len(self._heap) > 2 * len(self._late) + SLACK:\n",
         "        if len(self._heap) > 20000:\n",
     ),

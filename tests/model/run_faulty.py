@@ -15,6 +15,11 @@ AT_ONCE = 2
 SUITES = {
     "table": ["unit/test_holds.py", "unit/test_table.py", "unit/test_slab.py", "unit/test_eviction.py"],
     "table model": ["model/test_table_model.py"],
+    "tiers model": ["model/test_tiers_model.py"],
+    "loads and stores": [
+        *("unit/test_disk_queue.py", "unit/test_admission.py", "unit/test_disk.py"),
+        *("unit/test_promotion.py", "unit/test_demotion.py", "unit/test_reclaim.py"),
+    ],
     "published": ["model/test_published_model.py"],
 }
 OPTIONS = ["-q", "-x", "--tb=line", "--assert=plain", "-p", "no:cacheprovider", "--noconftest", "--rootdir", "."]

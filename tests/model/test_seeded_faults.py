@@ -10,10 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.model import faults, published_faults
+from tests.model import faults, published_faults, tier_faults
 from tests.model.faults import Fault
 
-FAULTS = {"table": faults.FAULTS, "table model": faults.MODEL_FAULTS, "published": published_faults.FAULTS}
+FAULTS = {
+    "table": faults.FAULTS,
+    "table model": faults.MODEL_FAULTS,
+    "tiers model": tier_faults.MODEL_FAULTS,
+    "loads and stores": tier_faults.FAULTS,
+    "published": published_faults.FAULTS,
+}
 Outcomes = Callable[[str], dict[str, tuple[int, str]]]
 REPO = Path(__file__).parents[2]
 FOUND, NOT_FOUND = 1, 0  # exit status of pytest

@@ -11,15 +11,19 @@ from typing import Any
 
 import pytest
 
+from engine_client import operations
 from engine_client.blocking import BlockingClient
-from engine_client.steps import OpenSpace
+from engine_client.steps import OpenSpace, Patience
 from kvstore import wire
-from kvstore.errors import ConfigError, InvalidRequest, NotFound, StaleLease, TransportError
+from kvstore.catalogue import Tenant
+from kvstore.errors import ConfigError, Forbidden, InvalidRequest, NotFound, StaleLease, TransportError
 from kvstore.packed import pack_keys, unpack_u64
 from kvstore.region import Region
 from kvstore.transport.local import Door
 from kvstore.types import BlockKey
+from server.assembly import make_store
 from server.config import load
+from tests.conftest import LiveNode
 from tests.system.children import Child
 from tests.system.nodes import PATIENCE_S, NodeProcess, content, namespace, pause, until
 from tests.system.test_clients_that_lie import code
@@ -31,7 +35,7 @@ device = pytest.importorskip("engine_client.adapters.device")
 SIZE = 60_000
 SLOTS = (1 << 20) // 61_440  # in a slab of 1 MiB
 BLOCKS = 20
-HBM = ("--tiers.hbm.device=cpu", "--tiers.hbm.capacity=4MiB", "--tiers.hbm.slab=1MiB")
+HBM = ("--tiers.hbm.device=cpu", "--tiers.hbm.capacity=4MiB")
 OPERATOR, RED, RED_READS, BLUE = (f"{name}-token-of-this-tenant" for name in ("operator", "red", "red-reads", "blue"))
 TENANTS = (
     "--tenants.0.name=operator", f"--tenants.0.token={OPERATOR}", "--tenants.0.admin=true",
@@ -57,9 +61,21 @@ def start(tmp_path: Path) -> Iterator[Callable[..., NodeProcess]]:
         node.stop()
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    started = NodeProcess(tmp_path_factory.mktemp("node"), *HBM).start()
+    yield started
+    started.stop()
+
+
 @pytest.fixture
-def node(start: Callable[..., NodeProcess]) -> NodeProcess:
-    return start()
+def node(shared: NodeProcess) -> Iterator[NodeProcess]:
+    """One for all tests, emptied after each."""
+    yield shared
+    shared.assert_clean()
+    with shared.admin() as admin:
+        admin.evict(admin.open("engines", namespace()))
+        until(lambda: not any(row["used_bytes"] for row in admin.stat()["tiers"]), "nobody to hold anything")
 
 
 @pytest.fixture
@@ -89,6 +105,7 @@ def row(client: BlockingClient, tier: str) -> dict[str, Any]:
 
 def test_an_engine_reads_blocks_in_place_and_finds_them_there_the_next_time(client: BlockingClient) -> None:
     space, keys = put(client)
+    before = row(client, "hbm")
     with device.DeviceReader(client) as reader:
         held = reader.acquire(space, keys, lease_s=30)
         assert bytes_of(held) == contents(keys)
@@ -96,7 +113,8 @@ def test_an_engine_reads_blocks_in_place_and_finds_them_there_the_next_time(clie
         again = reader.acquire(space, [*keys, BlockKey(bytes(16))], lease_s=30)
         assert [tensor.data_ptr() for tensor in again.tensors] == [tensor.data_ptr() for tensor in held.tensors]
         found = row(client, "hbm")
-        assert (found["blocks"], found["lifted_blocks"], found["hit_blocks"]) == (BLOCKS, BLOCKS, BLOCKS)
+        counted = {name: found[name] - before[name] for name in ("blocks", "lifted_blocks", "hit_blocks")}
+        assert counted == {"blocks": BLOCKS, "lifted_blocks": BLOCKS, "hit_blocks": BLOCKS}
         assert (found["medium"]["device"], found["medium"]["peer_access"], found["health"]) == ("cpu", {}, "")
         assert reader.acquire(space, [BlockKey(bytes(16))], lease_s=30) is None
         reader.renew(held, 60)
@@ -112,13 +130,14 @@ def test_blocks_that_left_dram_come_back_from_hbm(client: BlockingClient) -> Non
     space, keys = put(client)
     with device.DeviceReader(client) as reader:
         reader.acquire(space, keys, lease_s=30)
+    before = row(client, "hbm")["promoted_blocks"]
     client.evict(space, keys, "dram")
     assert row(client, "dram")["blocks"] == 0
     assert client.match(space, keys) == BLOCKS
     buffers = [bytearray(SIZE) for _ in keys]
     assert client.get(space, keys, buffers) == BLOCKS
     assert list(map(bytes, buffers)) == contents(keys)
-    assert row(client, "hbm")["promoted_blocks"] == BLOCKS
+    assert row(client, "hbm")["promoted_blocks"] - before == BLOCKS
     client.evict(space, keys)
     assert client.match(space, keys) == 0
 
@@ -128,7 +147,7 @@ def test_blocks_on_disk_come_into_hbm_by_way_of_dram(start: Callable[..., NodePr
     node = start(*disk, "--tiers.nvme.admission=all")
     with node.admin() as client:
         space, keys = put(client)
-        until(lambda: not row(client, "nvme")["is_recovering"])
+        until(lambda: row(client, "nvme")["capacity_bytes"] and not row(client, "nvme")["is_recovering"])
         assert client.demote(space, keys, "nvme", evict=True).evicted == BLOCKS
         with device.DeviceReader(client) as reader:
             assert bytes_of(reader.acquire(space, keys, lease_s=30)) == contents(keys)
@@ -141,8 +160,9 @@ def test_a_writer_that_is_at_it_is_waited_for(node: NodeProcess, client: Blockin
     with BlockingClient(node.unix) as other, ThreadPoolExecutor(1) as pool, device.DeviceReader(other) as reader:
         theirs = other.open("engines", namespace())
         grant = client.place(space, keys, [SIZE] * 2)
+        before = client.stat()["counters"]["requests"].get("acquire", 0)
         asked = pool.submit(reader.acquire, theirs, keys, lease_s=30, wait_s=PATIENCE_S)
-        until(lambda: client.stat()["counters"]["requests"].get("acquire"), "the reader to ask")
+        until(lambda: client.stat()["counters"]["requests"].get("acquire", 0) > before, "the reader to ask")
         for slot, key in zip(grant.slots, keys, strict=True):
             slot[:] = content(key, SIZE)
         assert not asked.done()
@@ -261,9 +281,11 @@ def test_a_lease_that_runs_out_holds_nothing_any_more(client: BlockingClient) ->
             reader.renew(held, 30)
 
 
-def test_an_engine_outlives_its_node_and_maps_the_next_ones_memory(node: NodeProcess, client: BlockingClient) -> None:
+def test_an_engine_outlives_its_node_and_maps_the_next_ones_memory(start: Callable[..., NodeProcess]) -> None:
+    node = start()
+    client = node.admin()
     space, keys = put(client)
-    with device.DeviceReader(client) as reader:
+    with client, device.DeviceReader(client) as reader:
         held = reader.acquire(space, keys, lease_s=30)
         node.kill()
         assert bytes_of(held) == contents(keys), "what is mapped stays mapped"
@@ -374,20 +396,34 @@ def test_a_node_without_the_tier_says_so(tmp_path: Path) -> None:
     node.stop()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--tiers.hbm.slab=5000"], "multiple of 4KiB"),
-        (["--tiers.hbm.device=cpu", "--tiers.hbm.capacity=1MiB"], "must fit into the tier"),
-        (["--tiers.hbm.device=cpu", "--tiers.hbm.slab=1MiB"], "room for any block of DRAM"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(options: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load(None, {"HOME": "/tmp"}, options)
+def test_slabs_of_a_gpu_come_as_handles_to_those_who_may_see_its_pool(live_node: Callable[..., LiveNode]) -> None:
+    """As on a GPU: `export` gives handles, and refuses where the pool is not the tenant's alone."""
+    node = live_node({"tiers.hbm.device": "cpu", "tiers.hbm.capacity": "32MiB"})
+    hbm = node.call(lambda: node.node.store.lifting.hbm)
+    hbm.export = lambda slab_id: b"handle of %d" % slab_id * 40
+    with BlockingClient(f"unix://{node.config.node.unix_socket}") as client:
+        space, keys = put(client)
+        lease = client.run(
+            lambda link: operations.acquire_on_device(link, space, keys, lease_s=30, patience=Patience(0, 0))
+        )
+        slab_ids = [lease.places[0][0]] * 40  # several messages
+        found = client.run(lambda link: operations.device_slabs(link, lease, slab_ids))
+        assert found == [b"handle of %d" % slab_id * 40 for slab_id in slab_ids]
+        hbm.may_export = lambda *, to_writer: False
+        with pytest.raises(Forbidden, match="the whole pool"):
+            client.run(lambda link: operations.device_slabs(link, lease, slab_ids))
+        with pytest.raises(Forbidden, match="the whole pool"):
+            device.DeviceReader(client).acquire(space, keys, lease_s=30)
+        client.release(lease)
 
 
-def test_a_device_that_is_not_there_is_named_at_the_start(tmp_path: Path) -> None:
-    for name in ("cuda:99", "abacus"):
-        with pytest.raises(AssertionError, match=r"tiers\.hbm\.device"):
-            NodeProcess(tmp_path, f"--tiers.hbm.device={name}").start()
+def test_a_tier_smaller_than_a_slab_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a slab must fit into the tier: tiers\.dram\.slab is"):
+        load(None, {"HOME": "/tmp"}, ["--tiers.hbm.device=cpu", "--tiers.hbm.capacity=1MiB"])
+
+
+@pytest.mark.parametrize("name", ["cuda:99", "abacus"])
+def test_a_device_that_is_not_there_is_named(name: str) -> None:
+    config = load(None, {"HOME": "/tmp"}, [f"--tiers.hbm.device={name}"])
+    with pytest.raises(ConfigError, match=r"tiers\.hbm\.device"):
+        make_store(config, 1, [Tenant("red")], lambda _: None)

@@ -31,7 +31,7 @@ def write(path: Path, first: int) -> None:
         ledger.apply(batch(number), [(1, record.key) for record in batch(number - KEPT)] if number >= KEPT else [])
         os.write(1, number.to_bytes(4, "big"))
         if number % 50 == 0:
-            ledger.put_marks(Marks(version=number))
+            ledger.put_marks(Marks(epoch=number))
         number += 1
 
 
@@ -62,7 +62,7 @@ def test_a_writer_killed_at_any_moment_loses_nothing_that_it_was_told_is_written
         with closing(Ledger(tmp_path / "ledger")) as ledger:
             assert not ledger.was_clean
             numbers = batches(ledger)
-            assert ledger.marks().version >= (acknowledged - 1) // 50 * 50
+            assert ledger.marks().epoch >= (acknowledged - 1) // 50 * 50
         assert numbers in (expected(acknowledged), expected(acknowledged + 1))
         first = numbers[-1] + 1
 

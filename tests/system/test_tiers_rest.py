@@ -13,7 +13,21 @@ from xxhash import xxh3_64_hexdigest
 from kvstore.metrics import METRICS
 from kvstore.tiers.nvme import NvmeTier
 from kvstore.types import NVME
-from tests.system.test_rest import FIELDS, KEY, MIB, OTHER, TOKENS, body_of, client_of, held, path, problem, tenants
+from tests.system.test_rest import (
+    FIELDS,
+    KEY,
+    MIB,
+    OTHER,
+    TOKENS,
+    begin_put,
+    body_of,
+    client_of,
+    held,
+    path,
+    problem,
+    raw,
+    tenants,
+)
 
 BODY = body_of(10_000)
 ETAG = f'"{xxh3_64_hexdigest(BODY)}"'
@@ -187,6 +201,26 @@ def test_a_part_in_dram_and_a_part_on_disk_make_a_block(client):
     assert row["reason"] == "here, another part of its block is loaded when asked for"
     assert client.get(path(KEY + "0000", "ns2")).content == BODY
     assert client.head(path(KEY + "0100", "ns2")).headers["x-cairn-tier"] == "dram"
+
+
+def test_a_part_on_disk_is_no_block_without_the_others(client):
+    client.put("/v1/namespaces/ns2", json={**FIELDS, "parts": 2, "model": "halves"})
+    assert client.put(path(KEY + "0000", "ns2"), content=BODY).status_code == 201
+    client.post("/v1/namespaces/ns2/demote", json={"keys": [KEY + "0000"], "tier": "nvme", "evict": True})
+    assert client.head(path(KEY + "0000", "ns2")).status_code == 404
+    (row,) = client.post("/v1/namespaces/ns2/explain", json={"keys": [KEY + "0000"]}).json()["blocks"]
+    assert (row["hit"], row["tier"]) == (False, "")
+
+
+@BOTH
+def test_what_is_not_sent_is_let_go_though_the_tenant_s_session_goes_on(client, node, lower):
+    with raw(node) as lasting:
+        begin_put(lasting, node, OTHER, 1000, b"some")
+        node.wait_until(lambda: len(held(node)) == 1)
+        problem(client.get(path(), headers={"Range": "bytes=10000-"}), 416, "range_not_satisfiable")
+        assert client.get(path(), headers={"If-None-Match": ETAG}).status_code == 304
+        assert client.get(path()).content == BODY
+        node.wait_until(lambda: len(held(node)) == 1)
 
 
 # Moving

@@ -85,11 +85,13 @@ def test_stores_leave_threads_to_loads(queues):
         stores = [asyncio.ensure_future(queue.store(gate.work)) for gate in gates]
         for gate in gates[: THREADS - RESERVED]:
             await until(gate.begun)
-        for _ in range(RESERVED):
-            assert await queue.load(lambda: "at once") == "at once"
-        assert not any(gate.begun.is_set() for gate in gates[THREADS - RESERVED :])
+        loads = [asyncio.ensure_future(queue.load(lambda: "at once")) for _ in range(RESERVED)]
+        done, _ = await asyncio.wait(loads, timeout=1)
+        begun = [gate.begun.is_set() for gate in gates]
         for gate in gates:
             gate.go.set()
+        assert len(done) == RESERVED
+        assert begun == [True] * (THREADS - RESERVED) + [False] * (len(gates) - THREADS + RESERVED)
         assert await asyncio.gather(*stores) == ["done"] * len(gates)
 
     run(queues, test)

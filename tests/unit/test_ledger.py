@@ -54,8 +54,8 @@ def ledger(path: Path) -> Iterator[Ledger]:
 class TestRecords:
     def test_a_new_ledger_is_empty_and_clean(self, ledger: Ledger) -> None:
         assert ledger.was_clean
-        assert ledger.marks() == Marks(0, 0, 0, 0, 0)
-        assert (ledger.namespaces(), ledger.slabs(), ledger.count(), found(ledger)) == ({}, {}, 0, [])
+        assert ledger.marks() == Marks()
+        assert (ledger.slabs(), ledger.count(), found(ledger)) == ({}, 0, [])
         assert ledger.get(1, bytes(16)) is None
 
     def test_every_field_comes_back_as_it_was_put(self, ledger: Ledger) -> None:
@@ -164,12 +164,10 @@ class TestScan:
 
 
 class TestTheRest:
-    def test_marks_namespaces_and_slabs_are_there_after_a_reopening(self, path: Path) -> None:
-        marks = Marks(slab_bytes=1 << 26, epoch=3, version=HUGE, generation=7, slab_id=11)
+    def test_marks_and_slabs_are_there_after_a_reopening(self, path: Path) -> None:
+        marks = Marks(slab_bytes=1 << 26, epoch=HUGE)
         with closing(Ledger(path)) as ledger:
             ledger.put_marks(marks)
-            ledger.put_namespace(0, b"")
-            ledger.put_namespace(LARGE, b"\x00any\xffbytes")
             ledger.put_slab(HUGE, "rouge et été", 4096)
             ledger.put_slab(1, "", HUGE)
             ledger.put_slab(2, "red", 4096)
@@ -177,7 +175,6 @@ class TestTheRest:
             ledger.apply([record(1)])
         with closing(Ledger(path, create=False)) as ledger:
             assert ledger.marks() == marks
-            assert ledger.namespaces() == {0: b"", LARGE: b"\x00any\xffbytes"}
             assert ledger.slabs() == {HUGE: GroupKey("rouge et été", 4096), 1: GroupKey("", HUGE)}
             assert found(ledger) == [record(1)]
 

@@ -38,7 +38,7 @@ class Rig:
 
     def __init__(self, folder: Path, slabs: int, **settings: str) -> None:
         given = {
-            "tiers.hbm.device": "cpu", "tiers.hbm.capacity": f"{slabs}MiB", "tiers.hbm.slab": SLAB,
+            "tiers.hbm.device": "cpu", "tiers.hbm.capacity": f"{slabs}MiB",
             "tiers.dram.capacity": "16MiB", "tiers.dram.slab": SLAB, "tiers.dram.mlock": "no", "index.entries": "1024",
         }  # fmt: skip
         options = [f"--{name}={value}" for name, value in {**given, **settings}.items()]

@@ -5,6 +5,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -213,7 +214,7 @@ class TestMatch:
 
 
 def seconds_to_acquire(node: TieredStore, blocks: int, first: int) -> float:
-    """Of the node's own time, while `blocks` are loaded one job after the other, from the last to the first."""
+    """Of the node's own time, while `blocks` are loaded by jobs that end in any order."""
     chain = Chain(node, blocks, first=first, size=64)
     for start in range(0, blocks, 200):
         parent = chain.keys[start - 1] if start else None
@@ -222,7 +223,8 @@ def seconds_to_acquire(node: TieredStore, blocks: int, first: int) -> float:
         node.run(node.store.demotion.demote(chain.space, keys, NVME, evict=True))
     started = time.perf_counter()
     task = node.start(chain.acquire())
-    for job in reversed(node.threads.waiting("load")):
+    jobs = node.threads.waiting("load")
+    for job in Random(1).sample(jobs, len(jobs)):
         job.end()
         node.turn(4)
     assert chain.got(task) == blocks

@@ -155,15 +155,18 @@ class TestMeanwhile:
         assert slabs.node.read(slabs.node.finish(read)) == [slabs.blocks[3]]
 
     def test_a_put_gets_no_slot_of_a_slab_that_goes(self, make, monkeypatch):
-        slabs, task = self.moving(make, monkeypatch)
+        slabs = hot_in_cold(make, monkeypatch)
         going = slabs.replica(0).slab
         slabs.node.store.discard(slabs.space, [slabs.keys[0]], Cause.DELETED)
+        task = slabs.node.start(slabs.give_back())
+        slabs.node.store.discard(slabs.space, [slabs.keys[2]], Cause.DELETED)
         key = chain_keys(slabs.space, [99])[0]
         slabs.node.put(slabs.space, [key], [block_of(key, SIZE)])
         demote = slabs.node.start(slabs.node.store.demotion.demote(slabs.space, [key], NVME, evict=False))
         assert slabs.space.nvme.replicas[key].slab is not going
         slabs.node.finish(task)
         slabs.node.finish(demote)
+        assert slabs.here() == [1, *range(4, 12)]
 
     def test_a_block_that_cannot_be_copied_goes_with_its_slab(self, make, monkeypatch):
         for fault in (Fail(), FlipBit(8 * 4096)):

@@ -1,0 +1,401 @@
+"""Drive a whole store with a disk and a bucket through random interleavings, faults and restarts.
+
+The oracle is which bytes were ever put under a key, and which keys were deleted since: whatever is read is some of the
+former and none of the latter, and at rest nothing is left behind.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Coroutine
+from errno import EIO, ENOSPC
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvstore.catalogue import OpenNamespace
+from kvstore.copier import checksum
+from kvstore.errors import Rejected
+from kvstore.types import DRAM, NVME, OBJECT, BlockKey, Cause, Owner
+from tests.faulty_bucket import FaultyBucket, Work
+from tests.faulty_file import Fail, FlipBit, Lose, Tear
+from tests.tiered_store import TieredStore, block_of, chain_keys
+
+QUOTA = 9 * 1024
+SIZES = (700, 1000, 1500)
+READER, WRITER = Owner(1), Owner(2)
+SHM = Path("/dev/shm")
+
+PROFILES = {
+    # name: (examples, steps, derandomized)
+    "mutant": (40, 50, True),
+    "ci": (60, 60, False),
+    "long": (600, 120, False),
+}
+
+Name = tuple[str, int]
+"""Tenant and parts of a namespace."""
+
+names = st.sampled_from([("red", 1), ("red", 1), ("blue", 2)])
+prompts = st.tuples(st.integers(0, 5), st.integers(1, 4)).map(lambda ab: [ab[0]] * 1 + list(range(50, 50 + ab[1] - 1)))
+parts = st.integers(0, 1)
+which = st.integers(0, 63)  # one of those there are, modulo their number
+lower = st.sampled_from([NVME, NVME, OBJECT])
+disk_faults = st.sampled_from(
+    [Fail(EIO), Fail(ENOSPC), Lose(), FlipBit(8 * 40), FlipBit(8 * 4096 + 3), Tear(4096), Tear(100)]
+)
+
+
+class Leased(NamedTuple):
+    name: Name
+    lease: Any
+    blocks: list[bytes]
+
+
+class Granted(NamedTuple):
+    name: Name
+    grant: Any
+    blocks: dict[BlockKey, bytes]
+
+
+class Going(NamedTuple):
+    """Something on its way; what an acquire asked for."""
+
+    task: Any
+    name: Name | None = None
+    keys: list[BlockKey] | None = None
+
+
+def size_of(key: BlockKey) -> int:
+    return SIZES[key[0] % len(SIZES)]
+
+
+class StoreMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(dir=SHM if SHM.is_dir() else None))
+        self.ever: dict[tuple[Name, BlockKey], set[bytes]] = {}
+        self.deleted: set[tuple[Name, BlockKey]] = set()
+        self.deleted_lately: set[tuple[Name, BlockKey]] = set()  # and the ledger may not know
+        self.going: list[Going] = []
+        self.leases: list[Leased] = []
+        self.grants: list[Granted] = []
+        self.starts = 0
+
+    @initialize(bucket=st.booleans(), everything=st.booleans(), through=st.booleans())
+    def start(self, bucket: bool, everything: bool, through: bool) -> None:
+        self.bucket = FaultyBucket() if bucket else None
+        self.settings = {"everything": everything, "through": frozenset({NVME, OBJECT}) if through else frozenset()}
+        self.node = self.new_node(0)
+        self.node.run(self.node.recover())
+
+    def new_node(self, epoch: int) -> TieredStore:
+        self.starts += 1
+        folder = self.folder / str(self.starts)
+        return TieredStore(
+            folder, dram=4, nvme=4, ledger=True, bucket=self.bucket, quota=QUOTA, epoch=epoch, **self.settings
+        )
+
+    def teardown(self) -> None:
+        if hasattr(self, "node"):
+            self.rest()
+            self.node.close()
+        shutil.rmtree(self.folder)
+
+    # What goes on.
+
+    def space(self, name: Name) -> OpenNamespace:
+        return self.node.open(*name)
+
+    def keys(self, name: Name, prompt: list[int], part: int) -> list[BlockKey]:
+        return chain_keys(self.space(name), prompt, part % name[1])
+
+    def begin(self, work: Coroutine[Any, Any, Any], name: Name | None = None, keys: Any = None) -> None:
+        self.going.append(Going(self.node.start(work), name, keys))
+        self.collect()
+
+    def collect(self) -> None:
+        """Take up what has ended: an acquire's blocks must be right."""
+        self.node.turn()
+        for going in [going for going in self.going if going.task.done()]:
+            self.going.remove(going)
+            if going.task.cancelled():
+                continue
+            if going.task.exception() is not None:
+                assert isinstance(going.task.exception(), Rejected), going.task.exception()
+            elif going.keys is not None and going.name is not None and going.task.result() is not None:
+                self.take(going.name, going.keys, going.task.result())
+
+    def take(self, name: Name, keys: list[BlockKey], lease: Any) -> None:
+        blocks = [bytes(self.node.store.view(replica)) for replica in lease.replicas]
+        for key, replica, block in zip(keys, lease.replicas, blocks, strict=False):
+            assert replica.key == key
+            assert block in self.ever.get((name, key), ()), "bytes that were never put"
+            assert checksum(block) == replica.checksum
+            assert (name, key) not in self.deleted, "a deleted block came back"
+        self.leases.append(Leased(name, lease, blocks))
+
+    # Clients.
+
+    @rule(
+        name=names, prompt=prompts, part=parts, version=st.integers(0, 1), end=st.sampled_from(["commit", "", "abort"])
+    )
+    def put(self, name: Name, prompt: list[int], part: int, version: int, end: str) -> None:
+        keys = self.keys(name, prompt, part)
+        blocks = {key: block_of(key, size_of(key), version) for key in keys}
+        puts = self.node.store.puts
+        try:
+            placing = puts.place(WRITER, self.space(name), keys, None, [size_of(key) for key in keys])
+        except Rejected:
+            return
+        puts.granted(WRITER, self.space(name), keys, placing)
+        if placing.grant is not None:
+            self.node.fill(placing.grant.replicas, blocks)
+            self.grants.append(Granted(name, placing.grant, blocks))
+            if end:
+                self.end_grant(len(self.grants) - 1, end == "commit")
+        self.collect()
+
+    @precondition(lambda self: self.grants)
+    @rule(number=which, is_good=st.booleans())
+    def end_put(self, number: int, is_good: bool) -> None:
+        self.end_grant(number % len(self.grants), is_good)
+        self.collect()
+
+    def end_grant(self, number: int, is_good: bool) -> None:
+        name, grant, blocks = self.grants.pop(number)
+        if not is_good:
+            self.node.store.puts.abort(WRITER, grant.grant_id)
+            return
+        for replica in grant.replicas:
+            self.ever.setdefault((name, replica.key), set()).add(blocks[replica.key])
+            self.deleted.discard((name, replica.key))
+        sums = [checksum(blocks[replica.key]) for replica in grant.replicas]
+        self.node.store.puts.commit(WRITER, grant.grant_id, sums, "shared")
+
+    @rule(name=names, prompt=prompts, part=parts, load_s=st.sampled_from([0.0, 0.2, 30.0, 30.0]),
+          wait_s=st.sampled_from([0.0, 1.0]), tokens_per_s=st.sampled_from([0.0, 0.0, 1000.0]))  # fmt: skip
+    def acquire(self, name: Name, prompt: list[int], part: int, load_s: float, wait_s: float, tokens_per_s: float):
+        keys = self.keys(name, prompt, part)
+        work = self.node.acquire(
+            self.space(name), keys, load_s=load_s, wait_s=wait_s, tokens_per_s=tokens_per_s, owner=READER
+        )
+        self.begin(work, name, keys)
+
+    @precondition(lambda self: self.leases)
+    @rule(number=which)
+    def release(self, number: int) -> None:
+        """Until then its blocks stay as they were."""
+        _, lease, blocks = self.leases.pop(number % len(self.leases))
+        assert self.node.read(lease, READER) == blocks, "a block changed under its lease"
+        self.collect()
+
+    @rule(name=names, prompt=prompts, part=parts)
+    def match(self, name: Name, prompt: list[int], part: int) -> None:
+        keys = self.keys(name, prompt, part)
+        self.node.store.reads.match(self.space(name), keys)
+        for key in keys:
+            if (name, key) in self.deleted:
+                assert self.node.store.where(self.space(name), key) == ("", 0), "a deleted block is still here"
+
+    @rule(name=names, prompt=prompts, part=parts, tier=st.sampled_from(["", "", DRAM, NVME]))
+    def delete(self, name: Name, prompt: list[int], part: int, tier: str) -> None:
+        keys = self.keys(name, prompt, part)[-2:]
+        self.node.store.discard(self.space(name), keys, Cause.DELETED, tier)
+        if not tier:
+            self.deleted |= {(name, key) for key in keys}
+            self.deleted_lately |= {(name, key) for key in keys}
+        self.collect()
+
+    @precondition(lambda self: self.going)
+    @rule(number=which)
+    def cancel(self, number: int) -> None:
+        self.going[number % len(self.going)].task.cancel()
+        self.collect()
+
+    # The node.
+
+    @rule(name=names, prompt=prompts, part=parts, tier=lower, evict=st.booleans())
+    def demote(self, name: Name, prompt: list[int], part: int, tier: str, evict: bool) -> None:
+        if tier == NVME or self.bucket is not None:
+            keys = self.keys(name, prompt, part)
+            self.begin(self.node.store.demotion.demote(self.space(name), keys, tier, evict=evict))
+
+    @rule(excess=st.sampled_from([1, 3000, 99_999]))
+    def step(self, excess: int) -> None:
+        self.begin(self.node.store.demotion.step(excess, Cause.WATERMARK))
+
+    @rule()
+    def write_through(self) -> None:
+        if not self.node.store.demotion.is_paused:
+            self.begin(self.node.store.demotion.write_through())
+
+    @rule(readmits=st.booleans())
+    def give_slab_back(self, readmits: bool) -> None:
+        assert self.node.store.reclaim is not None
+        self.begin(self.node.store.reclaim.give_back(Cause.WATERMARK, readmits=readmits))
+
+    @rule()
+    def tend(self) -> None:
+        self.node.upkeep.look()
+        if not self.node.store.demotion.is_paused:
+            self.begin(self.node.upkeep.resize_disk())
+
+    @rule()
+    def tell_the_ledger(self) -> None:
+        assert self.node.store.below.records is not None
+        self.node.run(self.node.store.below.records.flush())
+        self.deleted_lately.clear()
+        self.collect()
+
+    # Threads, time, faults.
+
+    @rule(number=which)
+    def thread_begins(self, number: int) -> None:
+        waiting = [job for job in self.node.threads.waiting() if not job.is_begun]
+        if waiting:
+            waiting[number % len(waiting)].begin()
+
+    @rule(number=which)
+    def thread_ends(self, number: int) -> None:
+        waiting = self.node.threads.waiting()
+        if waiting:
+            waiting[number % len(waiting)].end()
+        self.collect()
+
+    @rule(jobs=st.integers(1, 6))
+    def threads_work(self, jobs: int) -> None:
+        self.node.do_jobs(jobs=jobs)
+        self.collect()
+
+    @rule(seconds=st.sampled_from([0.06, 0.3, 1.5, 12.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.node.advance(seconds)
+        self.collect()
+
+    @rule(fault=disk_faults, after=st.integers(0, 2))
+    def disk_goes_wrong(self, fault: Any, after: int) -> None:
+        """At one of the next operations, if the fault can happen to that."""
+        faults = self.node.faults
+        faults.at = {len(faults.operations) + after: fault}
+
+    @rule(number=which, seed=which)
+    def bit_flips(self, number: int, seed: int) -> None:
+        files = sorted((self.node.folder / "slabs").glob("*.slab"))
+        if files:
+            file = files[number % len(files)]
+            with file.open("r+b") as opened:
+                position = Random(seed).randrange(file.stat().st_size)
+                opened.seek(position)
+                (byte,) = opened.read(1) or b"\0"
+                opened.seek(position)
+                opened.write(bytes([byte ^ 1 << seed % 8]))
+
+    @rule(kind=st.sampled_from(["get", "put", "list"]))
+    def bucket_goes_wrong(self, kind: str) -> None:
+        if self.bucket is not None:
+
+            async def away(work: Work) -> Any:
+                raise OSError("away")
+
+            self.bucket.next_up[kind].append(away)
+
+    # Restarts.
+
+    def leave(self) -> None:
+        """All clients go."""
+        for going in self.going:
+            going.task.cancel()
+        self.node.settle()
+        self.collect()
+        self.leases.clear()
+        self.grants.clear()
+
+    @rule(wait=st.booleans())
+    def restart(self, wait: bool) -> None:
+        self.leave()
+        self.node.faults.at.clear()
+        self.node.stop_store()
+        assert self.node.crashes == []
+        if self.bucket is not None:
+            self.deleted.clear()  # what other nodes may have of it is found again
+        self.deleted_lately.clear()
+        self.node.start_store()
+        self.come_back(wait=wait)
+
+    @rule(wait=st.booleans())
+    def kill(self, wait: bool) -> None:
+        """What the files have at this moment is what the next start finds."""
+        old = self.node
+        self.starts += 1
+        image = self.folder / str(self.starts)
+        shutil.copytree(old.folder, image)
+        self.leave()
+        old.close()
+        self.deleted -= self.deleted_lately
+        if self.bucket is not None:
+            self.deleted.clear()
+        self.deleted_lately.clear()
+        self.starts -= 1
+        self.node = self.new_node(old.epoch)
+        self.come_back(wait=wait)
+
+    def come_back(self, *, wait: bool) -> None:
+        for name in (("red", 1), ("blue", 2)):
+            self.space(name)
+        if wait:
+            self.node.run(self.node.recover())
+        else:
+            self.going.append(Going(self.node.start(self.node.recover(), turns=1)))
+        self.collect()
+
+    # At rest.
+
+    @rule()
+    def rest(self) -> None:
+        while self.leases:
+            self.release(0)
+        while self.grants:
+            self.end_grant(0, is_good=True)
+        for _ in range(400):
+            self.node.settle()
+            self.collect()
+            if not self.going and self.node.store.promotion.is_idle:
+                break
+            self.node.advance(0.3)
+        else:
+            raise AssertionError(f"it does not come to rest: {self.going}")
+        while self.leases:
+            self.release(0)
+        self.node.settle()
+        assert self.node.problems() == []
+        for name, key in self.deleted:
+            assert self.node.store.where(self.space(name), key) == ("", 0), "a deleted block came back"
+
+    @invariant()
+    def nothing_is_wrong(self) -> None:
+        if not hasattr(self, "node"):
+            return
+        assert self.node.crashes == []
+        problems = [problem for problem in self.node.store.problems() if " hold it" not in problem]
+        assert problems == [], "but for holds of what is on its way"
+        dram, disk = self.node.table.tiers[DRAM], self.node.table.tiers[NVME]
+        assert dram.tenant_bytes.get("blue", 0) <= QUOTA
+        assert disk.used_bytes <= disk.pool.capacity_bytes <= self.node.sizes[NVME] * disk.pool.slab_bytes
+
+
+_examples, _steps, _derandomized = PROFILES[os.environ.get("CAIRN_MODEL_PROFILE", "ci")]
+
+TestStore = StoreMachine.TestCase
+TestStore.settings = settings(
+    max_examples=_examples,
+    stateful_step_count=_steps,
+    deadline=None,
+    derandomize=_derandomized,
+    phases=[Phase.generate] if _derandomized else list(Phase),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)

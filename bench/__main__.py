@@ -1,4 +1,4 @@
-"""`python -m bench local|tiers|amplification|codec`: figures of one node on this host, each beside its floor."""
+"""`python -m bench local|tiers|amplification|policies|codec`: figures of a node on this host, each beside its floor."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench import amplification, codec, local, tiers
+from bench import amplification, codec, local, policies, tiers
 from bench.measure import Figure
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
@@ -67,6 +67,21 @@ def amplification_command(
       python -m bench amplification conversation_trace.jsonl
     """
     _report(amplification.run(trace, admission), set(), as_json=as_json)
+
+
+@app.command(name="policies")
+def policies_command(
+    trace: Annotated[Path, typer.Argument(help="JSONL with hash_ids, also .gz; see docs/traces.md.")],
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Hit ratios of the eviction policies inside the store, beside LRU; a few minutes.
+
+    \b
+    Example:
+      python -m bench policies conversation_trace.jsonl
+    """
+    _report(policies.run(trace), set(), as_json=as_json)
 
 
 def _report(found: Iterable[Figure], names: set[str], *, as_json: bool) -> None:

@@ -29,10 +29,11 @@ OWNER = Owner(1)
 def run(trace: Path, admission: str) -> Iterator[Figure]:
     """Replay `trace` (JSONL with `hash_ids`, also .gz), one request after the other, as fast as the disk takes it."""
     with tempfile.TemporaryDirectory(prefix="cairn-bench-", dir=".") as folder:
-        yield asyncio.run(_replay(Path(folder).absolute(), _requests(trace), admission))
+        yield asyncio.run(_replay(Path(folder).absolute(), read_requests(trace), admission))
 
 
-def _requests(trace: Path) -> list[list[int]]:
+def read_requests(trace: Path) -> list[list[int]]:
+    """The `hash_ids` of each request: one id per block, equal ids for equal prefixes."""
     opened = gzip.open if trace.suffix == ".gz" else open
     with opened(trace, "rt") as lines:
         return [json.loads(line)["hash_ids"] for line in lines]
@@ -42,7 +43,7 @@ async def _replay(folder: Path, requests: list[list[int]], admission: str) -> Fi
     options = [f"--node.run_dir={folder}", f"--tiers.nvme.path={folder}/nvme", f"--tiers.nvme.admission={admission}"]
     config = load(None, {}, [*options, *SETTINGS, *DISK])
     tenant = Tenant("bench", admin=True)
-    made = make_store(config, 1, [tenant], _failed)
+    made = make_store(config, 1, [tenant], failed)
     upkeep = Upkeep(made.store, made.marks, made.capacities)
     await upkeep.resize(DRAM)
     await _recovered(made)
@@ -50,7 +51,7 @@ async def _replay(folder: Path, requests: list[list[int]], admission: str) -> Fi
     space = made.store.open(tenant, "trace", NAMESPACE)
     loaded_blocks = 0
     for ids in requests:
-        keys = [_key(identifier) for identifier in ids]
+        keys = [key_of(identifier) for identifier in ids]
         lease = await made.store.reads.acquire(OWNER, space, keys, lease_s=60, wait_s=0, layers=0, load_s=60)
         present = len(lease.replicas) if lease is not None else 0
         loaded_blocks += present
@@ -85,7 +86,7 @@ def _put(made: Assembled, space: OpenNamespace, keys: list[BlockKey], parent: Bl
         puts.commit(OWNER, placing.grant.grant_id, checksums, "bench")
 
 
-def _key(identifier: int) -> BlockKey:
+def key_of(identifier: int) -> BlockKey:
     """As evenly spread as a real one."""
     return BlockKey(blake2b(identifier.to_bytes(8, "little"), digest_size=KEY_BYTES).digest())
 
@@ -97,5 +98,5 @@ async def _recovered(made: Assembled) -> None:
     made.store.demotion.is_paused = False
 
 
-def _failed(error: BaseException | None) -> None:
+def failed(error: BaseException | None) -> None:
     raise AssertionError(f"a task of the store failed: {error!r}")

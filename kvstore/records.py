@@ -44,6 +44,7 @@ class Records:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cairn-ledger")
         self._ledger: Ledger | None = None
         self._pending: dict[tuple[int, BlockKey], Replica | None] = {}  # None: it is gone
+        self.deleted: set[tuple[int, BlockKey]] = set()  # while it is not known yet what an earlier start left of them
         self._slabs: dict[int, int] = {}  # that the ledger knows: id -> slot_bytes
         self._namespaces: list[dict[str, Any]] | None = None  # to be written
         self._changed = asyncio.Event()
@@ -91,6 +92,11 @@ class Records:
         """Records of an earlier start that are of no use."""
         self._pending.update(dict.fromkeys(names))
         self._changed.set()
+
+    def delete(self, names: Iterable[tuple[int, BlockKey]]) -> None:
+        """Deleted before an earlier start's records were all taken up: they are not to be taken up any more."""
+        self.deleted.update(names)
+        self.forget(names)
 
     def remember(self, replica: Replica) -> None:
         """A block of an earlier start that the ledger does not have."""

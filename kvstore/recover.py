@@ -40,6 +40,7 @@ GONE = "whose data is gone"
 NO_KEY = "whose key makes no sense"
 TAKEN = "in a slot that is another's"
 MISFIT = "of a size that their slab is not for"
+DELETED = "deleted since"
 
 
 @dataclass(slots=True)
@@ -111,6 +112,7 @@ class Recovery:
                 self._restore_blocks(rows[order[start : start + STEP_BLOCKS]])
                 await asyncio.sleep(0)
         self._homes.clear()
+        self._records.deleted.clear()
         pool = self._table.tiers[NVME].pool
         for slab in self._slabs.values():
             pool.restored(slab)
@@ -231,13 +233,15 @@ class Recovery:
 
     def _restore_blocks(self, rows: Rows) -> None:
         columns = zip(keys(rows), parents(rows), *(rows[name].tolist() for name in FIELDS), strict=True)
-        homes, restore = self._homes, self._table.restore
+        homes, restore, deleted = self._homes, self._table.restore, self._records.deleted
         lost: list[tuple[int, BlockKey]] = []
         for key, parent, number, slab_id, index, generation, size, checksum, depth, hits in columns:
             home = homes.get((number, slab_id, size))
             if home is None:
                 home = homes[number, slab_id, size] = self._home(number, slab_id, size)
             reason = home if isinstance(home, str) else _flaw(home, key, index)
+            if deleted and (number, key) in deleted:
+                reason = DELETED
             if reason:
                 self.found.ignored[reason] += 1
                 lost.append((number, key))

@@ -200,6 +200,8 @@ class Store:
             raise NotFound(f"no tier {tier!r} on this node")
         if tier in ("", OBJECT) and self.below.bucket is not None:
             self.below.bucket.forget(space.root, keys)
+        if tier in ("", NVME) and self.below.records is not None and self.demotion.is_paused:
+            self.below.records.delete([(space.number, key) for key in keys])
         blocks = freed_bytes = 0
         for tier_space in space.spaces:
             if tier not in ("", tier_space.tier):

@@ -1,9 +1,10 @@
 """What a node says of itself: the answer to Stat, which CLI, REST and metrics show."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvstore.bandwidth import Bandwidth
-from kvstore.catalogue import Tenant
+from kvstore.catalogue import OpenNamespace, Tenant
 from kvstore.store import Store
 from kvstore.table import Tier
 from kvstore.types import DRAM, HBM, OBJECT, TierName
@@ -14,7 +15,7 @@ def stats(store: Store, upkeep: Upkeep, tenant: Tenant) -> dict[str, Any]:
     """Nested plain values. An admin sees all tenants, others themselves."""
     mine = [name for name in store.table.tiers[DRAM].tenant_bytes if tenant.admin or name == tenant.name]
     return {
-        "tiers": tiers(store, upkeep),
+        "tiers": tiers(store, upkeep, tenant),
         "tenants": {name: _tenant(store, name) for name in sorted({*mine, tenant.name})},
         "namespaces": [
             namespace for namespace in namespaces(store) if tenant.admin or namespace["tenant"] == tenant.name
@@ -26,8 +27,12 @@ def stats(store: Store, upkeep: Upkeep, tenant: Tenant) -> dict[str, Any]:
     }
 
 
-def tiers(store: Store, upkeep: Upkeep) -> list[dict[str, Any]]:
-    """One row per tier, fastest first; sizes in bytes, rates per second."""
+def tiers(store: Store, upkeep: Upkeep, tenant: Tenant) -> list[dict[str, Any]]:
+    """One row per tier, fastest first; sizes in bytes, rates per second.
+
+    `hit_ratio` is of all blocks that were asked for. Hits are those of all tenants, and None but for an admin;
+    `write_amplification` is bytes written by bytes admitted, None where nothing was.
+    """
     rows = [_slabs_row(store, upkeep, tier) | _medium(store, tier.name) for tier in store.table.tiers.values()]
     if store.below.bucket is not None:
         rows.append(_bucket_row(store))
@@ -35,7 +40,25 @@ def tiers(store: Store, upkeep: Upkeep) -> list[dict[str, Any]]:
         row["promoted_blocks"] = store.counters.promoted_blocks[row["tier"]]
         row["demoted_blocks"] = store.counters.demoted_blocks[row["tier"]]
         row["moved_blocks"] = store.defragment.moved_blocks[row["tier"]]
+        row["write_amplification"] = _write_amplification(row)
+    _count_hits(rows, list(store.catalogue.all()) if tenant.admin else [])
     return rows
+
+
+def _count_hits(rows: list[dict[str, Any]], spaces: Sequence[OpenNamespace]) -> None:
+    """A hit is of the tier that the block was in when it was asked for; DRAM's are those of no other."""
+    hits = sum(space.hit_blocks for space in spaces)
+    asked = hits + sum(space.missed_blocks for space in spaces)
+    elsewhere = {row["tier"]: row.get("hit_blocks", row["promoted_blocks"]) for row in rows if row["tier"] != DRAM}
+    for row in rows:
+        hit_blocks = elsewhere.get(row["tier"], max(hits - sum(elsewhere.values()), 0))
+        row["hit_blocks"] = hit_blocks if spaces else None
+        row["hit_ratio"] = round(min(hit_blocks / asked, 1.0), 4) if asked else None
+
+
+def _write_amplification(row: dict[str, Any]) -> float | None:
+    admitted_bytes = row["admission"]["admitted_bytes"] if "admission" in row else 0
+    return round(row["write"]["bytes"] / admitted_bytes, 3) if admitted_bytes else None
 
 
 def _slabs_row(store: Store, upkeep: Upkeep, tier: Tier) -> dict[str, Any]:
@@ -95,6 +118,7 @@ def _bucket_row(store: Store) -> dict[str, Any]:
         "blocks": told["blocks"],
         "medium": told,
         "health": "" if bucket.may_load() else "away",
+        "read": _path(bucket.reading),
     }
 
 

@@ -223,6 +223,13 @@ class TieredStore:
     def stop_store(self) -> None:
         self.run(self.store.aclose())
 
+    def forget_untold(self) -> None:
+        """What the ledger was not told yet it will not be: the process is killed."""
+        records = self.store.below.records
+        assert records is not None
+        records._pending.clear()
+        records._namespaces = None
+
     def close(self) -> None:
         """Stop the store, and what goes on in the loop."""
         self.stop_store()

@@ -8,7 +8,6 @@ from rich.table import Table
 
 from engine_client.blocking import BlockingClient
 from kvstore.errors import InvalidRequest
-from kvstore.types import DRAM
 from server.commands import inputs, output
 from server.commands.reach import invocation, node
 
@@ -40,40 +39,11 @@ def tiers(
     with node(context) as client:
         if wanted is not None:
             _set(client, *wanted)
-        rows = with_hits(client.stat(), is_admin=client.connect().admin)
+        rows = client.stat()["tiers"]
     if invocation(context).json:
         output.emit_rows(rows)
     else:
         output.say(tier_table(rows), "", speed_table(rows), *_classes(rows), *_remarks(rows))
-
-
-def with_hits(found: dict[str, Any], *, is_admin: bool) -> list[dict[str, Any]]:
-    """The tiers of a `stat`, each with `hit_blocks`, `hit_ratio` (of all blocks asked for) and `write_amplification`.
-
-    None where it is not known: hits of tiers are those of all tenants, and only an admin is told of all of them.
-    """
-    rows = found["tiers"]
-    hits = sum(row["hit_blocks"] for row in found["namespaces"])
-    asked = hits + sum(row["missed_blocks"] for row in found["namespaces"])
-    elsewhere = {row["tier"]: row.get("hit_blocks", row["promoted_blocks"]) for row in rows if row["tier"] != DRAM}
-    counted = []
-    for row in rows:
-        hit_blocks = elsewhere.get(row["tier"], max(hits - sum(elsewhere.values()), 0))
-        hit_ratio = round(min(hit_blocks / asked, 1.0), 4) if is_admin and asked else None
-        counted.append(
-            {
-                **row,
-                "hit_blocks": hit_blocks if is_admin else None,
-                "hit_ratio": hit_ratio,
-                "write_amplification": _write_amplification(row),
-            }
-        )
-    return counted
-
-
-def _write_amplification(row: dict[str, Any]) -> float | None:
-    admitted_bytes = row["admission"]["admitted_bytes"] if "admission" in row else 0
-    return round(row["write"]["bytes"] / admitted_bytes, 3) if admitted_bytes else None
 
 
 def tier_table(rows: list[dict[str, Any]]) -> Table:
@@ -96,7 +66,7 @@ def tier_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def speed_table(rows: list[dict[str, Any]]) -> Table:
-    """Hits and traffic of the tiers, as `with_hits` has them."""
+    """Hits and traffic of the tiers."""
     shown = output.table("tier", ">hits", ">", ">read", ">at", ">written", ">at", ">amplified", "path", "health")
     for row in rows:
         read, written = traffic(row)
@@ -120,7 +90,7 @@ def speed_table(rows: list[dict[str, Any]]) -> Table:
 
 def traffic(row: dict[str, Any]) -> tuple[int, int]:
     """(Bytes read, bytes written) of a tier since the node started; none are counted of DRAM and HBM."""
-    if "read" in row:
+    if "write" in row:
         return row["read"]["bytes"], row["write"]["bytes"]
     return row["medium"].get("bytes_read", 0), row["medium"].get("bytes_written", 0)
 

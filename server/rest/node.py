@@ -8,7 +8,6 @@ from fastapi import APIRouter, Path, Request, Response
 from kvstore import wire
 from kvstore.errors import InvalidRequest, NotFound
 from kvstore.types import DRAM, NVME
-from server.commands.tiers import with_hits
 from server.config import SIZES
 from server.rest.door import SLOW_S, node_of, session_of, visit_of
 from server.rest.models import CheckResult, DrainResult, Health, TierChange, TierList, TierRow
@@ -16,7 +15,7 @@ from server.rest.openapi import GUARDED, READS_BODY, by_name, problems
 from server.rest.problems import RETRY_AFTER_S, Problem
 from server.session import Session
 from server.sources import QUANTITY
-from server.stats import namespaces, tiers
+from server.stats import tiers
 
 router = APIRouter(generate_unique_id_function=by_name)
 
@@ -113,9 +112,7 @@ def size_bytes(capacity: int | str) -> int:
 
 
 def _tiers(session: Session) -> list[TierRow]:
-    store = session.store
-    found = {"tiers": tiers(store, session.upkeep), "namespaces": namespaces(store)}
-    return [TierRow(**row) for row in with_hits(found, is_admin=session.tenant.admin)]
+    return [TierRow(**row) for row in tiers(session.store, session.upkeep, session.tenant)]
 
 
 def _tier(session: Session, name: str) -> TierRow:

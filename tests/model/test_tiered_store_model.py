@@ -315,8 +315,18 @@ class StoreMachine(RuleBasedStateMachine):
         self.leases.clear()
         self.grants.clear()
 
-    @rule(wait=st.booleans())
-    def restart(self, wait: bool) -> None:
+    @rule(name=names, prompt=prompts, part=parts)
+    def store_below(self, name: Name, prompt: list[int], part: int) -> None:
+        """All that it takes for a chain to lie on the disk, and the ledger to know it."""
+        self.put(name, prompt, part, 0, "commit")
+        keys = self.keys(name, prompt, part)
+        self.node.run(self.node.store.demotion.demote(self.space(name), keys, NVME, evict=True))
+        self.tell_the_ledger()
+
+    @rule(wait=st.booleans(), flush=st.booleans())
+    def restart(self, wait: bool, flush: bool) -> None:
+        if flush:
+            self.node.run(self.node.store.demotion.flush(self.node.loop.now() + 9))
         self.leave()
         self.node.faults.at.clear()
         self.node.stop_store()
@@ -329,28 +339,28 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(wait=st.booleans())
     def kill(self, wait: bool) -> None:
-        """What the files have at this moment is what the next start finds."""
+        """What the disk has at this moment, and what the ledger was told, is what the next start finds."""
         old = self.node
-        self.starts += 1
-        image = self.folder / str(self.starts)
-        shutil.copytree(old.folder, image)
+        image = self.folder / str(self.starts + 1)
+        shutil.copytree(old.folder / "slabs", image / "slabs")
         self.leave()
+        old.forget_untold()
         old.close()
+        shutil.copytree(old.folder, image, dirs_exist_ok=True, ignore=lambda *_: {"slabs"})
+        shutil.rmtree(old.folder)
         self.deleted -= self.deleted_lately
         if self.bucket is not None:
             self.deleted.clear()
         self.deleted_lately.clear()
-        self.starts -= 1
         self.node = self.new_node(old.epoch)
         self.come_back(wait=wait)
 
     def come_back(self, *, wait: bool) -> None:
         for name in (("red", 1), ("blue", 2)):
             self.space(name)
+        self.going.append(Going(self.node.start(self.node.recover(), turns=1)))
         if wait:
-            self.node.run(self.node.recover())
-        else:
-            self.going.append(Going(self.node.start(self.node.recover(), turns=1)))
+            self.node.finish(self.going[-1].task)
         self.collect()
 
     # At rest.

@@ -83,6 +83,10 @@ class Admission:
             return False
         return self._admits(size, now)
 
+    def affords(self, size: int, now: float) -> bool:
+        """Decide about a block that somebody asks to have written, by the budget alone."""
+        return self._admits(size, now)
+
     def _admits(self, size: int, now: float) -> bool:
         if not self._budget.take(size, now):
             self.over_budget_blocks += 1

@@ -10,7 +10,7 @@ from kvstore.types import State
 
 
 def check(table: BlockTable, holds: Holds, own: Iterable[Replica] = ()) -> Iterator[str]:
-    """Yield what is wrong, a sentence each; nothing when all is well. `own` is what the node itself holds. O(replicas)."""
+    """Yield what is wrong, a sentence each; nothing when all is well. `own` is what the node holds. O(replicas)."""
     held = Counter(holds.held())
     held.update(own)
     held.update(move.replica for tier in table.tiers.values() for move in tier.moves)

@@ -5,7 +5,7 @@ lower tier is full, failing or over its budget, the block goes without a copy: s
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from operator import attrgetter
 
@@ -23,7 +23,7 @@ from kvstore.tiers.packing import Offered
 from kvstore.types import DRAM, NVME, OBJECT, BlockKey, Cause, State
 
 BATCH_BYTES, BATCH_BLOCKS = 16 << 20, 256  # of one step; held in DRAM while it is written
-JOB_BYTES = 2 << 20
+JOB_BYTES, JOB_BLOCKS = 2 << 20, 32  # of one store: a step of small blocks is for several threads, too
 QUEUE_BLOCKS = 65_536  # that wait to be written through
 LOOKED_BLOCKS = 4096  # looked at in one step
 WALK_BLOCKS = 4096  # of a chain whose recency is passed on
@@ -49,14 +49,20 @@ class Demotion:
         self._offered: dict[Replica, None] = {}  # to be written through, oldest first
         self.offers = asyncio.Event()
         self._wants: set[str] = set()  # tenants for whom the disk had no room
-        self.is_relieving = False  # blocks are held that will go when they are written
+        self._steps = 0  # that hold blocks, which go when they are written
         self._relieved = asyncio.Event()
+        self._turn = asyncio.Lock()  # of those who demote by name: one batch waits for the disk at a time
         self.is_paused = False  # nothing may be allocated on the disk, for it is not known yet what lies there
 
     @property
     def is_needed(self) -> bool:
         """Whether there is a tier below DRAM."""
         return self._disk is not None or self._bucket is not None
+
+    @property
+    def is_relieving(self) -> bool:
+        """Whether blocks are held that will go when they are written."""
+        return self._steps > 0
 
     def offer(self, replica: Replica) -> None:
         """It was stored, or has shown to be of use: write it through, with what is before it in its chain."""
@@ -80,7 +86,7 @@ class Demotion:
             chains.append(chain)
             left -= sum(replica.size for replica in chain)
         coldest_uses = [chain[0].last_use for chain in chains]  # parents take it up as their children go
-        self.is_relieving = bool(chains)
+        self._steps += bool(chains)
         is_done = False
         try:
             admitted = [replica for chain in chains for replica in self._admitted(chain)]
@@ -92,7 +98,7 @@ class Demotion:
                     self._own.let_go(replica)
                     if is_done and replica.is_evictable and replica.last_use <= coldest_use:
                         self._evict(replica, cause)
-            self.is_relieving = False
+            self._steps -= bool(chains)
             self._relieved.set()
             self._relieved = asyncio.Event()
             self._settle()
@@ -133,27 +139,24 @@ class Demotion:
         await asyncio.sleep(0)  # where nothing was written, others are served
 
     async def demote(self, space: OpenNamespace, keys: Sequence[BlockKey] | None, tier: str, *,
-                     evict: bool) -> tuple[int, int]:  # fmt: skip
+                     evict: bool, within_budget: bool = True) -> tuple[int, int]:  # fmt: skip
         """Write blocks of a namespace, or all that DRAM has of it, into a lower tier: (blocks written, evicted).
 
-        Admission is not asked. NotFound for a tier that is not there.
+        Admission is asked for the budget only, and not for that of an admin. NotFound for a tier that is not there.
         """
         if (NVME, self._disk) != (tier, None) and (OBJECT, self._bucket) != (tier, None) and tier in (NVME, OBJECT):
             wanted = list(space.dram.replicas) if keys is None else list(keys)
-            return await self._write_all(space, wanted[::-1], frozenset({tier}), evict=evict)
+            # The budget is that of the tier next to DRAM.
+            within_budget = within_budget and (tier == NVME or self._disk is None)
+            return await self._write_all(space, wanted[::-1], tier, evict=evict, within_budget=within_budget)
         raise NotFound(f"no tier {tier!r} below DRAM on this node")
 
     async def flush(self, until: float) -> int:
         """Before a planned stop: write all of DRAM below, what was used last first; how many blocks were written."""
         replicas = [replica for space in self._catalogue.all() for replica in space.dram.replicas.values()]
         replicas.sort(key=attrgetter("last_use"), reverse=True)
-        written = 0
-        for start in range(0, len(replicas), BATCH_BLOCKS):
-            if self._clock.now() >= until:
-                break
-            batch = [replica for replica in replicas[start : start + BATCH_BLOCKS] if replica.state is State.WRITTEN]
-            for replica in batch:
-                self._own.hold(replica)
+        written, candidates = 0, iter(replicas)
+        while self._clock.now() < until and (batch := self._hold_next(candidates)):
             try:
                 written += await self.copy_down([replica for replica in batch if not self.is_below(replica)])
             finally:
@@ -162,25 +165,45 @@ class Demotion:
                 self._settle()
         return written
 
-    async def _write_all(self, space: OpenNamespace, keys: Sequence[BlockKey], tiers: frozenset[str], *,
-                         evict: bool) -> tuple[int, int]:  # fmt: skip
+    async def _write_all(self, space: OpenNamespace, keys: Sequence[BlockKey], tier: str, *,
+                         evict: bool, within_budget: bool) -> tuple[int, int]:  # fmt: skip
         written = evicted = 0
-        for start in range(0, len(keys), BATCH_BLOCKS):
-            found = (self._table.readable(space.dram, key) for key in keys[start : start + BATCH_BLOCKS])
-            batch = [replica for replica in found if replica is not None]
-            for replica in batch:
-                self._own.hold(replica)
-            try:
-                written += await self.copy_down(batch, tiers)
-            finally:
-                for replica in batch:
-                    self._own.let_go(replica)
-                    if evict and replica.is_evictable and self.is_below(replica):
-                        self._evict(replica, Cause.DEMOTED)
-                        evicted += 1
-                self._settle()
+        candidates = filter(None, (self._table.readable(space.dram, key) for key in keys))
+        while True:
+            async with self._turn:
+                batch = self._hold_next(candidates)
+                try:
+                    wanted = self._affordable(batch, tier) if within_budget else batch
+                    written += await self.copy_down(wanted, frozenset({tier}))
+                finally:
+                    for replica in batch:
+                        self._own.let_go(replica)
+                        if evict and replica.is_evictable and self.is_below(replica):
+                            self._evict(replica, Cause.DEMOTED)
+                            evicted += 1
+                    self._settle()
+            if not batch:
+                return written, evicted
             await asyncio.sleep(0)
-        return written, evicted
+
+    def _hold_next(self, candidates: Iterator[Replica]) -> list[Replica]:
+        """Hold the next that are stored, as many as are written in one step."""
+        batch: list[Replica] = []
+        size = 0
+        for replica in candidates:
+            if replica.state is State.WRITTEN:
+                self._own.hold(replica)
+                batch.append(replica)
+                size += replica.size
+                if size >= BATCH_BYTES or len(batch) == BATCH_BLOCKS:
+                    break
+        return batch
+
+    def _affordable(self, batch: Sequence[Replica], tier: str) -> list[Replica]:
+        """What the tier has not, as far as the budget goes."""
+        now = self._clock.now()
+        missing = [replica for replica in batch if not self._is_in(tier, self._space(replica), replica.key)]
+        return [replica for replica in missing if self.admission.affords(replica.size, now)]
 
     async def copy_down(self, replicas: Sequence[Replica], tiers: frozenset[str] | None = None) -> int:
         """Write held replicas of DRAM into the next lower tier, or into those named; how many are written.
@@ -199,9 +222,12 @@ class Demotion:
     def is_below(self, replica: Replica) -> bool:
         """Whether a lower tier has a copy."""
         space = self._space(replica)
-        if space.nvme is not None and self._table.readable(space.nvme, replica.key) is not None:
-            return True
-        return self._bucket is not None and self._bucket.has(space.root, replica.key)
+        return self._is_in(NVME, space, replica.key) or self._is_in(OBJECT, space, replica.key)
+
+    def _is_in(self, tier: str, space: OpenNamespace, key: BlockKey) -> bool:
+        if tier == NVME:
+            return space.nvme is not None and self._table.readable(space.nvme, key) is not None
+        return self._bucket is not None and self._bucket.has(space.root, key)
 
     def take_wants(self) -> set[str]:
         """The tenants for whom the disk had no room since the last call."""
@@ -265,7 +291,7 @@ class Demotion:
         jobs: list[list[Replica]] = [[]]
         job_bytes = 0
         for replica in replicas:
-            if job_bytes >= JOB_BYTES:
+            if job_bytes >= JOB_BYTES or len(jobs[-1]) == JOB_BLOCKS:
                 jobs.append([])
                 job_bytes = 0
             jobs[-1].append(replica)
@@ -308,7 +334,7 @@ class Demotion:
             target = self._own.allocate(space, replica.key, replica.parent, replica.size)
             if target is None:
                 self._wants.add(space.tenant)
-                break  # the disk is full until slabs were given back, or what another tenant used was replaced
+                continue  # it is full until slabs were given back, or what another tenant used was replaced
             target.checksum, target.hits = replica.checksum, replica.hits
             target.depth = max(target.depth, replica.depth)
             job.append((replica, target))
@@ -318,10 +344,9 @@ class Demotion:
         """What is before a block on the disk is to stay as long as the block: it was used no less lately."""
         above = replica.space.replicas.get(replica.parent) if replica.parent is not None else None
         for _ in range(WALK_BLOCKS):
-            if above is None:
-                return
-            if above.state is State.WRITTEN:
-                self._table.touch(above)
+            if above is None or above.state is not State.WRITTEN:
+                return  # who is writing it goes on from there
+            self._table.touch(above)
             above = above.space.replicas.get(above.parent) if above.parent is not None else None
 
     async def _to_bucket(self, replicas: Sequence[Replica]) -> int:

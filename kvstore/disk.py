@@ -16,6 +16,7 @@ from kvstore.health import Health
 from kvstore.replica import Replica, Space
 from kvstore.slab import slot_bytes
 from kvstore.tiers.nvme import NvmeTier
+from kvstore.tiers.posix_file import BlockBuffer
 from kvstore.types import Slot
 
 log = logging.getLogger("cairn.disk")
@@ -43,6 +44,7 @@ class Disk:
         self._wall_ms = wall_ms
         self._root_of = root_of
         self._read_error = ""
+        self._is_closed = False
         self._pages: deque[mmap.mmap] = deque()  # for headers; one for each thread that is at it
 
     def may_load(self) -> bool:
@@ -61,19 +63,35 @@ class Disk:
 
         A view that is page aligned and has room for the block's padding is read into directly, its rest changed.
         """
-        started, size = self._clock.now(), sum(replica.size for replica, _ in blocks)
         wanted = [(replica.slot, self._header(replica, replica.slot), target) for replica, target in blocks]
+        found = await self._read([replica for replica, _ in blocks], lambda: [self._load(*block) for block in wanted])
+        if "failed" in found and self.read_health.failed(self._read_error, self._clock.now()):
+            log.error("nothing is read from %s for now: %s", self.medium.spec.name, self._read_error)
+        return found
+
+    async def fetch(self, blocks: Sequence[tuple[Replica, BlockBuffer]]) -> list[Loaded]:
+        """As `load`, into memory of any kind with room for the padding; only the header of a "good" one was compared.
+
+        Whether its bytes are the block's is the caller's to find out, and whether the disk is to blame for a failure.
+        Memory of a GPU is in use by no stream.
+        """
+        if self._is_closed:
+            return ["failed"] * len(blocks)
+        wanted = [(replica.slot, self._header(replica, replica.slot), target) for replica, target in blocks]
+        return await self._read([replica for replica, _ in blocks], lambda: [self._fetch(*block) for block in wanted])
+
+    async def _read(self, replicas: Sequence[Replica], work: Callable[[], list[Loaded]]) -> list[Loaded]:
+        """Do the reads in a thread, and take note of how fast they were."""
+        started, size = self._clock.now(), sum(replica.size for replica in replicas)
         self.reading.begin(size, started)
         found: list[Loaded] = []
         try:
-            found = await self.queue.load(lambda: [self._load(*block) for block in wanted])
+            found = await self.queue.load(work)
         finally:
             is_good = bool(found) and "failed" not in found
             self.reading.end(size, started, self._clock.now(), is_good=is_good)
         if is_good and self.read_health.succeeded():
             log.warning("%s gives blocks again", self.medium.spec.name)
-        elif "failed" in found and self.read_health.failed(self._read_error, self._clock.now()):
-            log.error("nothing is read from %s for now: %s", self.medium.spec.name, self._read_error)
         return found
 
     async def store(self, blocks: Sequence[tuple[Replica, memoryview]]) -> bool:
@@ -107,6 +125,8 @@ class Disk:
             self.store_failed(error)
 
     async def aclose(self) -> None:
+        """What is to be fetched from here on fails: it would start the threads again."""
+        self._is_closed = True
         await asyncio.get_running_loop().run_in_executor(None, self.queue.close)
         await self.medium.aclose()
 
@@ -142,10 +162,18 @@ class Disk:
         )
 
     def _load(self, slot: Slot, wanted: BlockHeader, target: memoryview) -> Loaded:
-        page = self._page()
         whole = padded(wanted.size)
         is_direct = len(target) >= whole
         payload = target[:whole] if is_direct else memoryview(mmap.mmap(-1, whole))
+        found = self._fetch(slot, wanted, payload)
+        if found == "good" and checksum(payload[: wanted.size]) != wanted.checksum:
+            return "corrupt"
+        if found == "good" and not is_direct:
+            copy_bytes(target, payload[: wanted.size])
+        return found
+
+    def _fetch(self, slot: Slot, wanted: BlockHeader, payload: BlockBuffer) -> Loaded:
+        page = self._page()
         try:
             self.medium.load(slot, [memoryview(page), payload])
         except OSError as error:
@@ -153,11 +181,7 @@ class Disk:
             return "failed"
         found = parse(memoryview(page))
         self._pages.append(page)
-        if found is None or not _is_same(found, wanted) or checksum(payload[: wanted.size]) != wanted.checksum:
-            return "corrupt"
-        if not is_direct:
-            copy_bytes(target, payload[: wanted.size])
-        return "good"
+        return "good" if found is not None and _is_same(found, wanted) else "corrupt"
 
     def _save_all(self, blocks: Sequence[tuple[Slot, BlockHeader, memoryview]]) -> None:
         for slot, header, source in blocks:
@@ -165,8 +189,7 @@ class Disk:
 
     def _save(self, slot: Slot, header: BlockHeader, source: memoryview) -> None:
         page = self._page()
-        packed = pack(header)
-        page[: len(packed)] = packed
+        page[:] = pack(header).ljust(ALIGN, b"\0")  # it was read into, maybe from another tenant's slab
         whole = padded(header.size)
         payload = source[:whole]
         if len(source) < whole:

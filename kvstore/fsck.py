@@ -90,7 +90,11 @@ class Fsck:
         """
         if not (self._folder / SLABS).is_dir():
             raise ConfigError(f"{self._folder} has no NVMe tier: there is no folder {SLABS}")
-        for row in read_namespaces(self._folder):
+        try:
+            rows_of_namespaces = read_namespaces(self._folder)
+        except OSError as error:
+            raise ConfigError(f"{self._folder / NAMESPACES} cannot be read: {error}") from error
+        for row in rows_of_namespaces:
             self._take_namespace(row)
         ledger, flaw = self._open()
         if flaw:

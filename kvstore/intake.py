@@ -131,8 +131,12 @@ class Intake:
         for size in sizes:
             if (expected and size != expected) or not 0 < size <= limit:
                 raise InvalidRequest(f"a block here has {expected or f'1 to {limit}'} bytes, not {size}")
+        self.admit(owner, sum(sizes))
+
+    def admit(self, owner: Owner, size_bytes: int) -> None:
+        """Refuse a writer that has as much on the way as it may, before it gets that much more."""
         self._holds.admit(owner)
-        writing_bytes = self._holds.writing_bytes(owner) + sum(sizes)
+        writing_bytes = self._holds.writing_bytes(owner) + size_bytes
         if writing_bytes > self._limits.inflight_bytes:
             raise Rejected(f"{writing_bytes} bytes on the way; inflight_bytes is {self._limits.inflight_bytes}")
 

@@ -1,7 +1,8 @@
 """Blocks on their way up into HBM, and leases on them there.
 
-HBM is a cache above DRAM: each block in it was copied from DRAM, so what it evicts for others simply goes. Whoever asks
-for a chain there has it brought up first, as far as there is room: from DRAM, or by way of DRAM from lower tiers.
+HBM is a cache: each block in it was copied from DRAM or read from the disk, so what it evicts for others simply goes.
+Whoever asks for a chain there has it brought up first, as far as there is room: straight from the disk what only that
+has, where the file can; else from DRAM, or by way of DRAM from lower tiers.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvstore.catalogue import OpenNamespace
 from kvstore.clock import Clock
 from kvstore.copier import Copier
-from kvstore.errors import TierFull
+from kvstore.disk import Disk
 from kvstore.health import Health
 from kvstore.holds import Holds, Lease
 from kvstore.intake import Intake, Limits, part_of
@@ -23,9 +24,10 @@ from kvstore.metrics import Counters
 from kvstore.node_holds import NodeHolds
 from kvstore.reads import Reads
 from kvstore.sizing import Sizing
+from kvstore.straight import Straight, allocate
 from kvstore.table import Replica
 from kvstore.tiers.dram import DramTier
-from kvstore.types import BlockKey, Cause, Owner, State
+from kvstore.types import NODE, BlockKey, Cause, Owner, State
 
 if TYPE_CHECKING:  # it needs torch, which few nodes have
     from kvstore.tiers.hbm import HbmTier
@@ -33,15 +35,16 @@ if TYPE_CHECKING:  # it needs torch, which few nodes have
 log = logging.getLogger("cairn.lifting")
 
 JOB_BYTES, JOB_BLOCKS = 16 << 20, 64  # of one copy: some fills of a staging buffer
-NODE = Owner(0)  # the node itself, which holds what it copies: a client that goes must not free it meanwhile
+TURNS = 16  # of one acquire, each straight from the disk or by way of DRAM; in the last all the rest comes that way
 
 
 @dataclass(frozen=True, slots=True)
 class Above:
-    """The tier over DRAM. Engines may hold up the threads of `copier`, so nobody else uses them."""
+    """The tier over DRAM. Engines may hold up the threads of `copier`, so nobody else uses them. It reads `disk`."""
 
     hbm: "HbmTier"
     copier: Copier
+    disk: Disk | None = None
 
 
 class Lifting:
@@ -65,8 +68,21 @@ class Lifting:
         self._settle = settle
         self._ends: dict[Replica, asyncio.Event] = {}  # of the copy that fills it
         self.health = Health()
+        self.straight = Straight(
+            *(own, above.hbm, above.copier, above.disk),
+            clock=clock,
+            most_bytes=limits.inflight_bytes,
+            counters=counters,
+            failed=self._failed,
+            settle=settle,
+        )
         self.hit_blocks = 0  # that readers found in HBM
-        self.lifted_blocks = 0
+        self._copied_blocks = 0
+
+    @property
+    def lifted_blocks(self) -> int:
+        """Brought into HBM so far, from DRAM or from the disk."""
+        return self._copied_blocks + self.straight.loaded_blocks
 
     def is_here(self, space: OpenNamespace, keys: Sequence[BlockKey]) -> bool:
         """Whether all of a chain is in HBM."""
@@ -85,35 +101,20 @@ class Lifting:
         """Hold the longest prefix of `keys` that is in HBM or can be brought there; None when there is none.
 
         What DRAM has not is waited for or loaded as by `Reads.acquire`. Cancelled, it holds nothing, once the copy
-        under way has ended.
+        under way has ended; what is read straight from the disk goes on.
         """
         self._intake.check_batch(space, keys)
-        ahead = self._present(space, keys)
-        if len(ahead) < len(keys) and self.health.may_try(self._clock.now()):
-            kept = self._holds.lease(NODE, ahead, math.inf)
-            try:
-                source = await self._reads.acquire(
-                    *(NODE, space, keys[len(ahead) :]),
-                    lease_s=self._limits.lease_max_s,
-                    wait_s=wait_s,
-                    layers=0,
-                    load_s=load_s,
-                    tokens_per_s=tokens_per_s,
-                )
-                if source is not None:
-                    await self._lift_held(space, source)
-            finally:
-                self._holds.release(NODE, kept.lease_id)
-                self._settle()
-        self._count_hits(space, len(ahead))
+        self._count_hits(space, len(self._present(space, keys)))
+        now, most_s = self._clock.now(), self._limits.wait_max_s
+        await self._bring(space, keys, now + min(wait_s, most_s), now + min(load_s, most_s), tokens_per_s)
         return self._lease(owner, self._present(space, keys), lease_s)
 
     async def lift(self, space: OpenNamespace, sources: Sequence[Replica]) -> list[Replica]:
         """Copy blocks of a chain from DRAM, where the caller holds them: those that are in HBM then, from the first.
 
         Nobody holds them: do so before the next await. A block that another task copies is waited for, and not
-        copied twice. It ends early where there is no room, at a source that goes or is damaged, and when the device
-        fails. Cancelled, it leaves what is copied by then.
+        copied twice. It ends early where there is no room, at a source that goes or is damaged, at a block that the
+        disk is read for, and when the device fails. Cancelled, it leaves what is copied by then.
         """
         assert space.hbm is not None
         lifted: list[Replica] = []
@@ -124,11 +125,13 @@ class Lifting:
                 if found is not None and found.state is State.WRITTEN:
                     self._own.hold(found)
                     lifted.append(found)
+                elif self.straight.target(space, source.key) is not None:
+                    break  # who waits for a disk has a deadline
                 elif found is not None:
                     await self._ends[found].wait()
                 elif source.state is not State.WRITTEN:
                     break
-                elif job := self._allocate(space, sources[len(lifted) :]):
+                elif job := allocate(self._own, space, sources[len(lifted) :], JOB_BLOCKS, JOB_BYTES):
                     if not await self._copy(job):
                         break
                 elif not await self._sizing.renew(space.tenant.name):
@@ -162,7 +165,8 @@ class Lifting:
         return corrupt
 
     async def aclose(self) -> None:
-        """Free the device's memory, after the copies under way."""
+        """Free the device's memory, after the copies under way. The disk is closed by then."""
+        await self.straight.aclose()
         await self.hbm.aclose()
         self._copier.close()
 
@@ -198,6 +202,65 @@ class Lifting:
         space.hit_blocks += blocks
         self.hit_blocks += blocks
 
+    async def _bring(self, space: OpenNamespace, keys: Sequence[BlockKey], wait_until: float, load_until: float,
+                     tokens_per_s: float) -> None:  # fmt: skip
+        """Have what is missing of a chain in HBM, from its first block: straight from the disk and from DRAM by turns.
+
+        What is there or on its way is held meanwhile: room for the end is not made at the beginning.
+        """
+        kept: list[Replica] = []
+        here = asked = 0  # how many blocks are there, and how many are counted as hits or misses
+        may_be_straight, from_dram = True, False
+        try:
+            for turn in range(TURNS):
+                may_be_straight &= turn < TURNS - 1
+                came = self._present(space, keys[here:])
+                self._keep(kept, came)
+                here += len(came)
+                rest = keys[here:]
+                if not rest or not self.health.may_try(self._clock.now()):
+                    break
+                targets = self.straight.begin(space, rest, load_until, tokens_per_s) if may_be_straight else []
+                self._keep(kept, targets)
+                if from_dram and not came and not targets:
+                    break
+                from_dram = not targets
+                if targets:
+                    await self.straight.wait(targets, load_until)
+                    may_be_straight = targets[0].state is State.WRITTEN
+                    came_straight = sum(target.state is State.WRITTEN for target in targets)
+                    space.hit_blocks += came_straight
+                    asked = max(asked, here + came_straight)
+                else:
+                    if may_be_straight:
+                        rest = rest[: self.straight.first(space, rest)]
+                    asked = max(asked, here + len(rest))
+                    await self._lift_from_dram(space, rest, wait_until, load_until, tokens_per_s)
+        finally:
+            space.missed_blocks += len(keys) - max(asked, here)
+            for replica in kept:
+                self._own.let_go(replica)
+            self._settle()
+
+    def _keep(self, kept: list[Replica], replicas: Sequence[Replica]) -> None:
+        for replica in replicas:
+            self._own.hold(replica)
+        kept += replicas
+
+    async def _lift_from_dram(self, space: OpenNamespace, keys: Sequence[BlockKey], wait_until: float,
+                              load_until: float, tokens_per_s: float) -> None:  # fmt: skip
+        now = self._clock.now()
+        source = await self._reads.acquire(
+            *(NODE, space, keys),
+            lease_s=self._limits.lease_max_s,
+            wait_s=wait_until - now,
+            layers=0,
+            load_s=load_until - now,
+            tokens_per_s=tokens_per_s,
+        )
+        if source is not None:
+            await self._lift_held(space, source)
+
     async def _lift_held(self, space: OpenNamespace, source: Lease) -> None:
         self._holds.renew(NODE, source.lease_id, math.inf)  # a copy may wait for an engine, and take its time
         try:
@@ -205,30 +268,9 @@ class Lifting:
         finally:
             self._reads.release(NODE, source.lease_id)
 
-    def _allocate(self, space: OpenNamespace, sources: Sequence[Replica]) -> list[tuple[Replica, Replica]]:
-        """(Source, target) of the next of them, as many as there is room for, of those for one copy."""
-        assert space.hbm is not None
-        job: list[tuple[Replica, Replica]] = []
-        size = 0
-        for source in sources[:JOB_BLOCKS]:
-            size += source.size
-            is_wanted = source.state is State.WRITTEN and source.key not in space.hbm.replicas
-            if not is_wanted or (job and size > JOB_BYTES):
-                break
-            try:
-                self._table.make_room(space.hbm, source.size)
-            except TierFull:
-                break
-            target = self._table.allocate(space.hbm, source.key, source.parent, source.size)
-            if target is None:
-                break  # there is memory, but another tenant's: it must be replaced first
-            job.append((source, target))
-        return job
-
     async def _copy(self, job: Sequence[tuple[Replica, Replica]]) -> bool:
         """Copy and commit; False, and nothing of the job is in HBM, when something of it is not as it should be."""
         targets = [target for _, target in job]
-        grant = self._holds.grant(NODE, targets, math.inf)
         ended = asyncio.Event()
         self._ends |= dict.fromkeys(targets, ended)
         is_good = False
@@ -243,15 +285,15 @@ class Lifting:
         except OSError as error:
             self._failed(error)
         finally:
-            if is_good:
-                for source, target in job:
-                    target.layers, target.depth = source.layers, max(source.depth, target.depth)
-                self._holds.finish(grant, [source.checksum for source, _ in job])
-                self.lifted_blocks += len(job)
-            else:
-                self._holds.give_up(NODE, grant.grant_id, Cause.LOAD_FAILED)
-            for target in targets:
+            for source, target in job:
                 del self._ends[target]
+                if is_good:
+                    target.layers, target.depth = source.layers, max(source.depth, target.depth)
+                    self._own.commit(target, source.checksum)
+                    self._copied_blocks += 1
+                else:
+                    self._table.abort(target, Cause.LOAD_FAILED)
+                    self._own.let_go(target)
             ended.set()
             self._settle()
         return is_good

@@ -6,11 +6,13 @@ writer, so two readers never load the same block twice. Nobody who waits owns a 
 
 import asyncio
 import mmap
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from kvstore.bandwidth import Bandwidth
 from kvstore.catalogue import OpenNamespace
 from kvstore.clock import Clock
 from kvstore.copier import Copier
@@ -25,9 +27,11 @@ from kvstore.tiers.object_store import ObjectTier
 from kvstore.types import DRAM, HBM, NVME, OBJECT, BlockKey, Cause, Placement, State, TierName
 
 JOB_BYTES, JOB_BLOCKS = 4 << 20, 16  # of one load: small enough to hand on early, large enough for its overhead
+BEGUN_BLOCKS = 1024  # at once: about 15 ms of the event loop
 HEDGE_LEAST_S = 0.05  # a read may take that long, and HEDGE_TIMES as long as it should, before it is read once more
 HEDGE_TIMES = 4.0
 HEDGES = 4  # at once
+SHARE = 8  # a tenant may have that part of the limit under way, whatever the others have
 
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
 
@@ -79,8 +83,11 @@ class Promotion:
         self._most_bytes = most_bytes
         self._settle = settle
         self._spawn = spawn
+        below = {NVME: disk, OBJECT: bucket}
+        self._paths = {tier: medium.reading for tier, medium in below.items() if medium is not None}
         self._loading: dict[Replica, Load] = {}
         self._hedges = 0
+        self._tenant_bytes: Counter[str] = Counter()
         self.loading_bytes = 0
 
     @property
@@ -94,10 +101,6 @@ class Promotion:
     def is_loading(self, replica: Replica) -> bool:
         return replica in self._loading
 
-    def has_below(self, space: OpenNamespace, key: BlockKey) -> bool:
-        """Whether a lower tier has this key."""
-        return self._source(space, key, None) is not None
-
     def begin(self, space: OpenNamespace, keys: Sequence[BlockKey], load_s: float, tokens_per_s: float) -> int:
         """Begin to load what of a prefix is in other tiers only; how many blocks are on their way then.
 
@@ -106,16 +109,19 @@ class Promotion:
         """
         if self._disk is None and self._bucket is None and self._hbm is None:
             return 0
-        wanted, first = self._wanted(space, keys)
-        wanted = wanted[: self._fitting(wanted)]
-        worthwhile = self._worthwhile(wanted, first, space.namespace.block_tokens, load_s, tokens_per_s)
-        self._counters.loads_too_slow += len(wanted) - worthwhile
-        parts = (part_of(space, key, part) for key in keys for part in range(space.namespace.parts))
+        wanted, first, end = self._wanted(space, keys)
+        wanted = wanted[: self._fitting(wanted, space.tenant.name)]
+        block_s = space.namespace.block_tokens / tokens_per_s if tokens_per_s else 0.0
+        count = worthwhile(wanted, first, self._paths, self._clock.now(), load_s=load_s, block_s=block_s)
+        self._counters.loads_too_slow += len(wanted) - count
+        if not count:
+            return 0
+        parts = (part_of(space, key, part) for key in keys[:end] for part in range(space.namespace.parts))
         present = [found for key in parts if (found := self._table.readable(space.dram, key)) is not None]
         for replica in present:
             self._own.hold(replica)  # room for its end is not made at its beginning
         try:
-            loads = self._allocate(space, [source for _, source in wanted[:worthwhile]])
+            loads = self._allocate(space, [source for _, source in wanted[:count]])
         finally:
             for replica in present:
                 self._own.let_go(replica)
@@ -124,9 +130,9 @@ class Promotion:
             self._spawn(self._run(space, job))
         return len(loads)
 
-    def _wanted(self, space: OpenNamespace, keys: Sequence[BlockKey]) -> tuple[list[tuple[int, Source]], int]:
+    def _wanted(self, space: OpenNamespace, keys: Sequence[BlockKey]) -> tuple[list[tuple[int, Source]], int, int]:
         """(Position, source) of each part that a lower tier has and DRAM has not, up to the first that nobody has;
-        and the position of the first block that is not all here."""
+        the position of the first block that is not all here, and of the first that cannot be."""
         found: list[tuple[int, Source]] = []
         first = len(keys)
         largest = self._table.tiers[DRAM].pool.slab_bytes
@@ -137,11 +143,11 @@ class Promotion:
                     continue
                 parent = part_of(space, keys[position - 1], part) if position else None
                 source = self._source(space, wanted, parent)
-                if source is None or source.size > largest:
-                    return found, first
+                if source is None or source.size > largest or len(found) == BEGUN_BLOCKS:
+                    return found, first, position
                 first = min(first, position)
                 found.append((position, source))
-        return found, first
+        return found, first, len(keys)
 
     def _source(self, space: OpenNamespace, key: BlockKey, parent: BlockKey | None) -> Source | None:
         if self._hbm is not None and space.hbm is not None:
@@ -158,37 +164,11 @@ class Promotion:
                 return Source(OBJECT, key, parent, size, None)
         return None
 
-    def _fitting(self, wanted: Sequence[tuple[int, Source]]) -> int:
-        """How many may be under way beside what is."""
-        sizes = accumulate((source.size for _, source in wanted), initial=self.loading_bytes)
-        return sum(1 for total in sizes if total <= self._most_bytes) - (self.loading_bytes <= self._most_bytes)
-
-    def _worthwhile(self, wanted: Sequence[tuple[int, Source]], first: int, block_tokens: int,
-                    load_s: float, tokens_per_s: float) -> int:  # fmt: skip
-        """How many of the wanted parts, from the first, to load."""
-        tier_bytes = {HBM: 0, NVME: 0, OBJECT: 0}
-        best = 0
-        for count, (position, source) in enumerate(wanted, 1):
-            tier_bytes[source.tier] += source.size
-            arrival_s = max(
-                self._disk.reading.arrival_s(tier_bytes[NVME]) if self._disk is not None and tier_bytes[NVME] else 0.0,
-                self._bucket.reading.arrival_s(tier_bytes[OBJECT])
-                if self._bucket is not None and tier_bytes[OBJECT]
-                else 0.0,
-            )
-            if arrival_s > load_s:
-                break
-            compute_s = (position + 1 - first) * block_tokens / tokens_per_s if tokens_per_s else arrival_s
-            if arrival_s <= compute_s:
-                best = count
-        if not best and wanted:
-            return int(self._is_unsure(wanted[0][1].tier))  # one, to learn how fast the tier is now
-        return best
-
-    def _is_unsure(self, tier: TierName) -> bool:
-        paths = {NVME: self._disk, OBJECT: self._bucket}
-        path = paths.get(tier)
-        return path is not None and path.reading.is_stale(self._clock.now())
+    def _fitting(self, wanted: Sequence[tuple[int, Source]], tenant: str) -> int:
+        """How many may be under way beside what is; other tenants' loads leave each its share."""
+        share_bytes = self._most_bytes // SHARE - self._tenant_bytes[tenant]
+        left_bytes = max(self._most_bytes - self.loading_bytes, share_bytes)
+        return sum(1 for total in accumulate(source.size for _, source in wanted) if total <= left_bytes)
 
     def _allocate(self, space: OpenNamespace, sources: Sequence[Source]) -> list[Load]:
         loads = []
@@ -208,6 +188,7 @@ class Promotion:
                 break
             load = self._loading[target] = Load(source, target)
             self.loading_bytes += source.size
+            self._tenant_bytes[space.tenant.name] += source.size
             loads.append(load)
         return loads
 
@@ -218,6 +199,16 @@ class Promotion:
 
     async def _run(self, space: OpenNamespace, job: Sequence[Load]) -> None:
         """Load a job's blocks. However it ends, its sources are let go and its targets committed or given up."""
+        try:
+            await self._load(space, job)
+        finally:
+            for load in job:
+                if load.source.replica is not None:
+                    self._own.let_go(load.source.replica)
+            self._settle()
+
+    async def _load(self, space: OpenNamespace, job: Sequence[Load]) -> None:
+        """Nobody reads the sources any more when it ends."""
         reading = asyncio.ensure_future(self._read(space, job, [self._view(load.target) for load in job]))
         hedge: asyncio.Future[None] | None = None
         try:
@@ -278,6 +269,7 @@ class Promotion:
         source, target = load.source, load.target
         self._loading.pop(target, None)
         self.loading_bytes -= source.size
+        self._tenant_bytes[space.tenant.name] -= source.size
         cause = Cause.CORRUPT if read is not None and read.loaded == "corrupt" else Cause.LOAD_FAILED
         if target.state is not State.ALLOCATED:
             self._own.let_go(target)  # a second read was faster, or it was given up
@@ -286,10 +278,9 @@ class Promotion:
         else:
             self._table.abort(target, cause)
             self._own.let_go(target)
-        if source.replica is None:
+        if source.replica is None or source.replica.state is not State.WRITTEN:
             return
-        self._own.let_go(source.replica)
-        if read is not None and self._is_lost(source, read) and source.replica.state is State.WRITTEN:
+        if read is not None and self._is_lost(source, read):
             self._counters.corrupt_blocks += read.loaded == "corrupt"
             self._table.discard(source.replica, cause)
 
@@ -362,6 +353,28 @@ class Promotion:
                     self._table.abort(other, Cause.LOAD_FAILED)
                 self._own.let_go(other)
             self._settle()
+
+
+def worthwhile(wanted: Sequence[tuple[int, Source]], first: int, paths: Mapping[TierName, Bandwidth], now: float, *,
+               load_s: float, block_s: float) -> int:  # fmt: skip
+    """How many of the wanted (position, part), from the first, to load.
+
+    `first` is the position of the first block that is missing; a block is computed in `block_s` (0: unknown).
+    """
+    tier_bytes: Counter[TierName] = Counter()
+    best = 0
+    for count, (position, source) in enumerate(wanted, 1):
+        tier_bytes[source.tier] += source.size
+        arrivals = (path.arrival_s(tier_bytes[tier]) for tier, path in paths.items() if tier_bytes[tier])
+        arrival_s = max(arrivals, default=0.0)
+        if arrival_s > load_s:
+            break
+        if not block_s or arrival_s <= (position + 1 - first) * block_s:
+            best = count
+    if not best and wanted:
+        path = paths.get(wanted[0][1].tier)
+        return int(path is not None and path.is_stale(now))  # one, to learn how fast the tier is now
+    return best
 
 
 def _jobs(loads: Sequence[Load]) -> list[list[Load]]:

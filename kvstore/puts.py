@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from kvstore.catalogue import Catalogue, OpenNamespace, Tenant
 from kvstore.clock import Clock
 from kvstore.demotion import Demotion
-from kvstore.errors import Corrupt, InvalidRequest
+from kvstore.errors import Corrupt, InvalidRequest, Rejected
 from kvstore.history import History
 from kvstore.holds import Holds
 from kvstore.intake import REFUSALS, Intake, Limits, Placing
@@ -79,7 +79,15 @@ class Puts:
         self._settle()
 
     def granted(self, owner: Owner, space: OpenNamespace, keys: Sequence[BlockKey], placing: Placing) -> None:
-        """Hand the slots to the writer: they are its own until commit, abort or the put's time limit."""
+        """Hand the slots to the writer: they are its own until commit, abort or the put's time limit.
+
+        Rejected, with the slots free, for a writer that was given others meanwhile.
+        """
+        try:
+            self._intake.admit(owner, sum(replica.size for replica in placing.replicas))
+        except Rejected:
+            self.withdraw(placing)
+            raise
         for key, placement in zip(keys, placing.placements, strict=True):
             if placement in REFUSALS:
                 self._counters.refused_blocks[REFUSALS[placement]] += 1

@@ -51,10 +51,12 @@ class Reads:
         elsewhere = None
         if bucket is not None and bucket.may_load():
             elsewhere = partial(bucket.has, space.root)
-        return min(
-            self._table.match(spaces, [part_of(space, key, part) for key in keys], elsewhere)
-            for part in range(space.namespace.parts)
-        )
+        matched = len(keys)
+        for part in range(space.namespace.parts):
+            if not matched:
+                break  # a client may say that there are 65,535 parts
+            matched = self._table.match(spaces, [part_of(space, key, part) for key in keys[:matched]], elsewhere)
+        return matched
 
     def readable(self, space: OpenNamespace, key: BlockKey, layers: int = 0) -> Replica | None:
         """The replica of `key` in DRAM if all parts of its block are there, or, with `layers`, that far along."""
@@ -137,9 +139,16 @@ class Reads:
         return replica is not None and self._promotion.is_loading(replica)
 
     def _last_loading(self, space: OpenNamespace, keys: Sequence[BlockKey]) -> BlockKey | None:
-        """The one to wait for: those before it come earlier, or soon after."""
-        parts = [part_of(space, key, part) for key in keys[::-1] for part in range(space.namespace.parts)]
-        return next((key for key in parts if self._is_loading(space, key)), None)
+        """The one to wait for, before the first that is not here: those before it come earlier, or soon after."""
+        last = None
+        for key in keys:
+            for part in range(space.namespace.parts):
+                replica = space.dram.replicas.get(part_of(space, key, part))
+                if replica is None:
+                    return last
+                if self._promotion.is_loading(replica):
+                    last = replica.key
+        return last
 
     async def _arrival(self, number: int, key: BlockKey, wait_s: float) -> None:
         """Until something happens to `key`, at most `wait_s`."""

@@ -3,14 +3,18 @@
 So the disk sees long sequential writes and large holes only, and its blocks are never shuffled one by one.
 """
 
+import asyncio
+import mmap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from heapq import nsmallest
+from itertools import accumulate
 from operator import attrgetter
 from typing import cast
 
 from kvstore.catalogue import Catalogue
-from kvstore.disk import Disk
+from kvstore.disk import Disk, Loaded
+from kvstore.diskblock import padded
 from kvstore.metrics import Counters
 from kvstore.node_holds import NodeHolds
 from kvstore.slab import Slab
@@ -22,7 +26,8 @@ from kvstore.types import NVME, OBJECT, Cause, State
 SLABS_TRIED = 32  # of those used longest ago, looked into
 SAMPLE = 32  # blocks of each
 READMITTED = 0.2  # of a slab's bytes at most: so each byte admitted costs at most 1.25 written
-JOB_BYTES = 4 << 20
+JOB_BYTES, JOB_BLOCKS = 4 << 20, 16
+STEP_BLOCKS = 256  # discarded between two looks at the event loop: about 2 ms
 
 
 class Reclaim:
@@ -55,16 +60,23 @@ class Reclaim:
             going = [replica for replica in occupants if replica not in hot]
             await self._to_bucket([replica for replica in going if replica.hits])
             await self._readmit(hot)
-            for occupant in slab.occupants:
-                replica = cast("Replica | None", occupant)
-                if replica is not None and replica.state is State.WRITTEN and replica.slab is slab:
-                    self._table.discard(replica, cause)
+            await self._discard(slab, cause)
             if not slab.used:
                 await self._disk.punch(slab.slab_id)  # while it is apart: nobody is given a slot of it meanwhile
         finally:
             pool.rejoin(slab)
             self._settle()
         return True
+
+    async def _discard(self, slab: Slab, cause: Cause) -> None:
+        """All that is still stored in it, in small steps: of small blocks a slab has tens of thousands."""
+        for start in range(0, slab.slots, STEP_BLOCKS):
+            for occupant in slab.occupants[start : start + STEP_BLOCKS]:
+                replica = cast("Replica | None", occupant)
+                if replica is not None and replica.state is State.WRITTEN and replica.slab is slab:
+                    self._table.discard(replica, cause)
+            self._settle()
+            await asyncio.sleep(0)
 
     def _coldest(self) -> Slab | None:
         """Of the slabs used longest ago, the one whose blocks were on average."""
@@ -125,10 +137,16 @@ class Reclaim:
                 wanted.setdefault(space.root, []).append(replica)
         try:
             for root, replicas in wanted.items():
-                copies = [memoryview(bytearray(replica.size)) for replica in replicas]
-                loaded = await self._disk.load(list(zip(replicas, copies, strict=True)))
+                ends = list(accumulate(padded(replica.size) for replica in replicas))
+                memory = memoryview(mmap.mmap(-1, ends[-1]))
+                copies = [memory[end - padded(r.size) : end] for r, end in zip(replicas, ends, strict=True)]
+                loaded: list[Loaded] = []
+                for start in range(0, len(replicas), JOB_BLOCKS):  # other loads come between
+                    end = start + JOB_BLOCKS
+                    pairs = zip(replicas[start:end], copies[start:end], strict=True)
+                    loaded += await self._disk.load(list(pairs))
                 blocks: list[Offered] = [
-                    Offered(replica.key, replica.parent, replica.depth, replica.checksum, copy)
+                    Offered(replica.key, replica.parent, replica.depth, replica.checksum, copy[: replica.size])
                     for replica, copy, found in zip(replicas, copies, loaded, strict=True)
                     if found == "good"
                 ]

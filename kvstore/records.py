@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from kvstore.catalogue import Catalogue
 from kvstore.copier import finished
+from kvstore.errors import Rejected
 from kvstore.ledger import BATCH_RECORDS, Ledger, Record, records, set_aside
 from kvstore.prefix import Namespace
 from kvstore.table import Event, Replica, Space
@@ -29,6 +30,7 @@ Result = TypeVar("Result")
 FLUSH_S = 0.05  # of records may be lost with a killed process
 SYNC_S = 1.0  # of them with the power
 RETRY_S = 5.0
+MOST_DELETED = 1 << 20  # remembered while it is not known what an earlier start left; 200 bytes each
 NAMESPACES = "namespaces.json"
 LEDGER = "ledger"
 
@@ -94,7 +96,12 @@ class Records:
         self._changed.set()
 
     def delete(self, names: Iterable[tuple[int, BlockKey]]) -> None:
-        """Deleted before an earlier start's records were all taken up: they are not to be taken up any more."""
+        """Deleted before an earlier start's records were all taken up: they are not to be taken up any more.
+
+        Rejected when there are so many that they cannot be remembered.
+        """
+        if len(self.deleted) >= MOST_DELETED:
+            raise Rejected("it is not known yet what lies on the disk: no more can be deleted there before it is")
         self.deleted.update(names)
         self.forget(names)
 

@@ -55,17 +55,23 @@ class Sizing:
             self._medium.drop_slab(slab.slab_id)
         return len(self._pool.slabs) > self.target
 
+    def drop_dirty(self, tenant: str) -> bool:
+        """Give back a spare slab that another tenant used, for a fresh one to come; False when there is none."""
+        slab = self._pool.dirty(tenant)
+        if slab is None:
+            return False
+        self._pool.remove(slab)
+        self._medium.drop_slab(slab.slab_id)
+        return True
+
     async def renew(self, tenant: str) -> bool:
         """Replace a spare slab that another tenant used by a fresh one. The old memory goes first.
 
         False when there is none, or no memory to be had for it.
         """
         async with self._turn:
-            slab = self._pool.dirty(tenant)
-            if slab is None:
+            if not self.drop_dirty(tenant):
                 return False
-            self._pool.remove(slab)
-            self._medium.drop_slab(slab.slab_id)
             try:
                 await self._medium.prepare()
             except (OSError, ConfigError) as error:

@@ -23,7 +23,7 @@ from kvstore.exports import Exports
 from kvstore.history import History
 from kvstore.holds import Holds, Pin
 from kvstore.intake import Intake, Limits, part_of
-from kvstore.lifting import NODE, Above, Lifting
+from kvstore.lifting import Above, Lifting
 from kvstore.metrics import Counters
 from kvstore.node_holds import NodeHolds
 from kvstore.prefix import Namespace
@@ -37,7 +37,7 @@ from kvstore.sizing import Sizing
 from kvstore.table import BlockTable, Event, Replica
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.object_store import ObjectTier
-from kvstore.types import DRAM, HBM, NVME, OBJECT, BlockKey, Cause, Change, Owner, Slot, State, TierName
+from kvstore.types import DRAM, HBM, NODE, NVME, OBJECT, BlockKey, Cause, Change, Owner, Slot, State, TierName
 
 IDS_PER_EPOCH = 1 << 10  # of leases, grants and pins; an epoch is a millisecond, and ids stay below 2**53
 
@@ -198,11 +198,11 @@ class Store:
         """
         if tier and tier not in self.table.tiers and (tier != OBJECT or self.below.bucket is None):
             raise NotFound(f"no tier {tier!r} on this node")
-        if tier in ("", OBJECT) and self.below.bucket is not None:
-            self.below.bucket.forget(space.root, keys)
+        blocks = freed_bytes = 0
         if tier in ("", NVME) and self.below.records is not None and self.demotion.is_paused:
             self.below.records.delete([(space.number, key) for key in keys])
-        blocks = freed_bytes = 0
+        if tier in ("", OBJECT) and self.below.bucket is not None:
+            blocks += self.below.bucket.forget(space.root, keys)
         for tier_space in space.spaces:
             if tier not in ("", tier_space.tier):
                 continue
@@ -266,8 +266,19 @@ class Store:
                     yield key, replica
 
     def problems(self) -> Iterator[str]:
-        """Fsck of the live node: what is wrong, a sentence each."""
+        """What is wrong with the state in memory, a sentence each."""
         return check(self.table, self.holds, self.own.held())
+
+    async def check(self) -> list[str]:
+        """Fsck of the live node: its memory, and the disk's ledger once all of it is taken up. A sentence each."""
+        found = list(self.problems())
+        records = self.below.records
+        if records is not None and not self.demotion.is_paused:
+            try:
+                found += await records.problems(space.nvme for space in self.catalogue.all() if space.nvme is not None)
+            except OSError as error:
+                found.append(f"the ledger cannot be read: {error}")
+        return found
 
     # Upkeep.
 

@@ -101,6 +101,8 @@ class BlockTable:
         space.replicas[key] = replica
         self._count(tier, space.tenant, +replica.group.slot_bytes)
         tier.replicas += 1
+        if replica.parent is not None and space.descends(replica.parent, key):
+            replica.parent = None
         if replica.parent is not None:
             self._adopt(replica, replica.parent)
         if key not in space.first_child and not replica.holders:

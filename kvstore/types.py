@@ -16,6 +16,9 @@ TierName = NewType("TierName", str)
 Owner = NewType("Owner", int)
 """A client's session on this node. Whatever it holds is freed when it ends."""
 
+NODE = Owner(0)
+"""The node itself, which holds what it copies: a client that goes must not free it meanwhile."""
+
 HBM = TierName("hbm")
 DRAM = TierName("dram")
 NVME = TierName("nvme")

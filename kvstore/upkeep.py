@@ -12,6 +12,7 @@ from kvstore.types import DRAM, HBM, NVME, Cause, TierName
 
 STEP_BLOCKS = 32  # evicted between two looks at the event loop: about 0.25 ms
 INTERVAL_S = 0.05
+FIRST_SLABS = 8
 BUCKET_INTERVAL_S = 2.0  # between two looks for what other nodes put into the bucket
 TRIM_INTERVAL_S = 60.0
 HOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -164,16 +165,15 @@ class Upkeep:
             while left > 0 and await self._store.demotion.step(state.used_bytes, Cause.DRAINED):
                 left = min(left - 1, state.replicas)
         elif tier == HBM:
-            more = True
-            while more:
-                more = self._store.empty_slab(HBM, Cause.DRAINED)
+            for _ in list(state.pool.in_use()):  # what is lifted meanwhile is newer
+                self._store.empty_slab(HBM, Cause.DRAINED)
                 await asyncio.sleep(0)
         else:
             assert self._store.reclaim is not None
             for _ in range(self._store.reclaim.cut_slabs()):  # what is cut meanwhile holds newer blocks
                 if not await self._store.reclaim.give_back(Cause.DRAINED, readmits=False):
                     break
-        return before - state.replicas, state.replicas
+        return max(before - state.replicas, 0), state.replicas  # others may have come meanwhile
 
     def room_was_taken(self) -> None:
         """Evict soon, after the answer and not before it, if that put DRAM over its high watermark."""
@@ -219,12 +219,25 @@ class Upkeep:
         if tier == DRAM and sizing.is_reached:
             self.resized.set()
 
+    async def make_first_slabs(self) -> None:
+        """Have some slabs on the disk, so that what is written first finds room; `keep_disk` makes the others."""
+        assert self._store.below.disk is not None
+        try:
+            for _ in range(FIRST_SLABS):
+                if not await self._store.sizings[NVME].grow():
+                    break
+        except (OSError, ConfigError) as error:
+            self._store.below.disk.store_failed(error)
+
     async def resize_disk(self) -> None:
         """Bring the disk to its target capacity; it stays smaller while there is no space, and tries again."""
         store, sizing = self._store, self._store.sizings[NVME]
         assert store.below.disk is not None
         assert store.reclaim is not None
         disk = store.below.disk
+        if disk.may_store():
+            for tenant in store.demotion.take_wants():
+                sizing.drop_dirty(tenant)  # what another tenant used does not pass to it
         while disk.may_store():
             try:
                 if not await sizing.grow():
@@ -241,8 +254,6 @@ class Upkeep:
         assert reclaim is not None
         pool = self._store.table.tiers[NVME].pool
         marks = self.marks[NVME]
-        for tenant in self._store.demotion.take_wants():
-            await self._store.sizings[NVME].renew(tenant)  # what another tenant used does not pass to it
         if reclaim.cut_slabs() <= marks.high * len(pool.slabs):
             return
         while reclaim.cut_slabs() > marks.low * len(pool.slabs):

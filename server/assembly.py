@@ -22,6 +22,7 @@ from kvstore.replica import Space
 from kvstore.store import Below, Store
 from kvstore.table import BlockTable, TierShape
 from kvstore.tiers import TierSpec
+from kvstore.tiers.block_file import probe_for
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.nvme import SLABS, NvmeTier
 from kvstore.tiers.object_store import ObjectSpec, ObjectTier, open_bucket
@@ -67,7 +68,7 @@ def make_store(
     )
     disk, records, recovery = None, None, None
     if nvme.path:
-        disk = _disk(nvme, clock, catalogue)
+        disk = _disk(nvme, hbm.device, clock, catalogue)
         records = Records(Path(nvme.path), wall_ms=_wall_ms, failed=disk.store_failed)
         by_name = tenants_by_name(tenants)
         recovery = Recovery(table, catalogue, disk, records, tenants=by_name, epoch=epoch, now=clock.now)
@@ -84,7 +85,7 @@ def make_store(
         limits=_limits(config.limits),
         index_entries=_index_entries(config.index.entries, dram.capacity),
         epoch=epoch,
-        above=_above(hbm, dram.slab, tenants),
+        above=_above(hbm, dram.slab, tenants, disk),
         below=below,
         crashed=crashed,
     )
@@ -105,7 +106,7 @@ def _spaces(table: BlockTable, tenant: str, number: int) -> tuple[Space, ...]:
     return tuple(table.space(tenant, number, tier) for tier in table.tiers)
 
 
-def _above(hbm: HbmSettings, slab_bytes: int, tenants: Sequence[Tenant]) -> Above | None:
+def _above(hbm: HbmSettings, slab_bytes: int, tenants: Sequence[Tenant], disk: Disk | None) -> Above | None:
     if not hbm.device:
         return None
     from kvstore.tiers.hbm import HbmTier  # torch takes seconds to import, and most nodes do not have it
@@ -114,21 +115,24 @@ def _above(hbm: HbmSettings, slab_bytes: int, tenants: Sequence[Tenant]) -> Abov
     one_tenant = len({tenant.name for tenant in tenants}) == 1
     spec = TierSpec(HBM, slab_bytes)
     tier = HbmTier(spec, device=hbm.device, capacity_bytes=hbm.capacity, copier=copier, one_tenant=one_tenant)
-    return Above(tier, copier)
+    return Above(tier, copier, disk)
 
 
 def _wall_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def _disk(nvme: NvmeSettings, clock: MonotonicClock, catalogue: Catalogue) -> Disk:
+def _disk(nvme: NvmeSettings, device: str, clock: MonotonicClock, catalogue: Catalogue) -> Disk:
     def root_of(space: Space) -> bytes:
         found = catalogue.of_number(space.number)
         assert found is not None, "namespaces are never closed"
         return found.root
 
+    io = nvme.io
+    if io == "auto":
+        io = "kvikio" if probe_for(device).path_name == "kvikio-gds" else "posix"
     queue = DiskQueue(nvme.threads)
-    medium = NvmeTier(TierSpec(NVME, nvme.slab), Path(nvme.path) / SLABS, queue, io=nvme.io)
+    medium = NvmeTier(TierSpec(NVME, nvme.slab), Path(nvme.path) / SLABS, queue, io=io)
     return Disk(medium, queue, clock, wall_ms=_wall_ms, root_of=root_of)
 
 

@@ -169,6 +169,7 @@ class Node:
         except OSError as error:
             log.error("the nvme tier is not used: %s", error)
             return
+        await self.upkeep.make_first_slabs()
         self.store.demotion.is_paused = False
 
     async def _spare_the_collector(self) -> None:

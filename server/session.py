@@ -18,7 +18,7 @@ from kvstore.lifting import Lifting
 from kvstore.packed import pack_u64, unpack_u64
 from kvstore.store import Store
 from kvstore.table import Replica
-from kvstore.types import HBM, OBJECT, BlockKey, Cause, Owner, State
+from kvstore.types import HBM, NVME, OBJECT, BlockKey, Cause, Owner, State
 from kvstore.upkeep import Upkeep
 from server.lending import lifting_of
 from server.receipt import Receipt, complete, keys_of, receive_commit, receive_put
@@ -128,6 +128,8 @@ class Session:
     def _acquire(self, request: wire.Acquire) -> Answer:
         space = self._space(request.namespace)
         keys = keys_of(space, request.keys)
+        if not request.tokens_per_s >= 0:
+            raise InvalidRequest(f"tokens_per_s is 0 or more, not {request.tokens_per_s}")
         if request.tier:
             return self._acquire_above(request, space, keys)
         self.store.note_uses(self.owner)
@@ -282,12 +284,17 @@ class Session:
         space = self._space(request.namespace)
         keys = keys_of(space, request.keys)
         self.store.intake.check_batch(space, keys)
+        if request.load_ms <= 0:
+            raise InvalidRequest("a load has time: load_ms above 0")
         return wire.Promoted(request.id, self.store.promotion.begin(space, keys, request.load_ms / 1000, 0.0))
 
     async def _demote(self, request: wire.Demote) -> wire.Message:
         space = self._space(request.namespace)
         keys = None if request.whole else keys_of(space, request.keys)
-        counts = await self.store.demotion.demote(space, keys, request.tier, evict=request.evict)
+        self.store.intake.check_batch(space, keys or ())
+        counts = await self.store.demotion.demote(
+            *(space, keys, request.tier), evict=request.evict, within_budget=not self.tenant.admin
+        )
         return wire.Demoted(request.id, *counts)
 
     async def _drain(self, request: wire.Drain) -> wire.Message:
@@ -303,7 +310,9 @@ class Session:
 
     async def _evict_all(self, request: wire.Evict, space: OpenNamespace) -> wire.Message:
         """What is here now, in small steps and children first: others are served meanwhile."""
-        blocks = freed_bytes = 0
+        if self.store.demotion.is_paused and request.tier in ("", NVME):
+            raise Rejected("it is not known yet what lies on the disk: ask again, or name another tier")
+        blocks, freed_bytes = self.store.discard(space, (), Cause.DELETED, request.tier)  # is there such a tier?
         keys = list(dict.fromkeys(key for tier_space in space.spaces for key in tier_space.replicas))[::-1]
         if request.tier in ("", OBJECT) and self.store.below.bucket is not None:
             try:
@@ -372,8 +381,8 @@ class Session:
         )
         return wire.Done(request.id)
 
-    def _check(self, request: wire.Check) -> Answer:
-        return wire.Checked(request.id, list(self.store.problems()))
+    async def _check(self, request: wire.Check) -> wire.Message:
+        return wire.Checked(request.id, await self.store.check())
 
 
 def _row(replica: Replica) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import uvloop
 
-from kvstore.check import check
 from kvstore.types import DRAM
 from server.config import load
 from server.node import Node
@@ -97,7 +96,7 @@ class LiveNode:
 
     def problems(self) -> list[str]:
         """What `cairn check` would find."""
-        return list(self.call(lambda: list(check(self.node.store.table, self.node.store.holds))))
+        return list(self.call(lambda: list(self.node.store.problems())))
 
     def stop(self) -> None:
         """Stop it. Fails when something was broken: its state, an invariant, or its thread."""

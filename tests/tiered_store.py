@@ -136,7 +136,7 @@ class PatientFaults(Faults):
     def next(self, name: str, offset: int = 0, size: int = 0) -> Fault | None:
         number = len(self.operations)
         fault = self.at.get(number)
-        is_far = isinstance(fault, FlipBit) and fault.bit >= 8 * size
+        is_far = isinstance(fault, FlipBit) and (name not in ("read", "write") or fault.bit >= 8 * size)
         is_of_writes = isinstance(fault, Tear | Lose) and name != "write"
         if is_far or is_of_writes:
             self.at[number + 1] = self.at.pop(number)
@@ -365,6 +365,10 @@ class TieredStore:
         for tier in self.table.tiers.values():
             found += [f"{tier.name}: {len(tier.draining)} replicas drain"] if tier.draining else []
             found += [f"{tier.name}: {len(tier.moves)} replicas move"] if tier.moves else []
+        found += [f"{replica.key.hex()} is held by the node" for replica in self.store.own.held()]
+        for tier in self.table.tiers.values():
+            apart = [slab.slab_id for slab in tier.pool.in_use() if tier.pool.is_apart(slab)]
+            found += [f"{tier.name}: slabs {apart} are apart"] if apart else []
         if self.store.promotion.loading_bytes or not self.store.promotion.is_idle:
             found.append(f"{self.store.promotion.loading_bytes} bytes are being loaded")
         return found

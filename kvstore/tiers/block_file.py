@@ -84,6 +84,16 @@ def probe() -> Probe:
     return Probe("kvikio-gds" if kvikio.has_gds else "kvikio-posix", kvikio.reason)
 
 
+def probe_for(device: str) -> Probe:
+    """Which way a node takes by itself whose HBM tier is on `device` ("cuda:0", "cpu"; "" without one), and why."""
+    if not device.startswith("cuda"):
+        return Probe("posix", "no tier on a GPU, and for host memory the POSIX calls are faster")
+    found = probe()
+    if found.path_name == "kvikio-posix":
+        return Probe("posix", f"no way straight into the GPU ({found.reason}), and the POSIX calls are faster")
+    return found
+
+
 def open_block_file(path: Path, *, io: FileIo = "auto", create_bytes: int | None = None) -> BlockFile:
     """Open a file, or make one with `create_bytes` of disk space reserved; its name is durable then.
 

@@ -19,6 +19,7 @@ from kvstore.errors import ConfigError, Forbidden, InvalidRequest
 from kvstore.region import Region, make_backed_region
 from kvstore.tiers import TierSpec
 from kvstore.tiers.device_pool import HostStream, Lane, Mark, Memory, Pool, SlabHandle, Stream, available_bytes
+from kvstore.tiers.posix_file import BlockBuffer
 from kvstore.types import Slot
 
 try:
@@ -148,17 +149,8 @@ class CudaPool:
     def _share(self) -> SlabHandle:
         storage: Any = self._pool.untyped_storage()
         _, memory, pool_bytes, pool_offset, counter, counter_offset, event, must_wait = storage._share_cuda_()
-        return SlabHandle(
-            device=_uuid(self._device),
-            memory=memory,
-            pool_offset=pool_offset,
-            pool_bytes=pool_bytes,
-            slab_offset=0,
-            slab_bytes=self._spec.slab_bytes,
-            counter=counter,
-            counter_offset=counter_offset,
-            event=event if must_wait else b"",
-        )
+        places = (pool_offset, pool_bytes, 0, self._spec.slab_bytes)
+        return SlabHandle(_uuid(self._device), memory, *places, counter, counter_offset, event if must_wait else b"")
 
     def stream(self) -> Stream:
         return CudaStream(self._device)
@@ -203,12 +195,12 @@ class HbmTier:
     ) -> None:
         self.spec = spec
         self._copier = copier
-        self._device = _parse_device(spec, device)
+        self.device = _parse_device(spec, device)
         self._has_one_tenant = one_tenant
         places = capacity_bytes // spec.slab_bytes
         if places < 1:
             raise ConfigError(f"tiers.{spec.name}.capacity: {capacity_bytes} bytes are no slab of {spec.slab_bytes}")
-        self._pool: Pool = POOLS[self._device.type](spec, self._device, places * spec.slab_bytes)
+        self._pool: Pool = POOLS[self.device.type](spec, self.device, places * spec.slab_bytes)
         self._inward, self._outward = Lane(self._pool), Lane(self._pool)
         self._pool_bytes = places * spec.slab_bytes
         self._free = list(range(places - 1, -1, -1))
@@ -220,7 +212,7 @@ class HbmTier:
 
         def make() -> None:
             if not self._free:
-                raise OSError(errno.ENOMEM, f"all {self._pool_bytes} bytes on {self._device} are in use")
+                raise OSError(errno.ENOMEM, f"all {self._pool_bytes} bytes on {self.device} are in use")
             place = self._free.pop()
             try:
                 self._prepared.append(self._pool.make(place, self._inward.stream))
@@ -247,20 +239,29 @@ class HbmTier:
         tensor: Tensor = self._slabs[slot.slab_id].tensor[slot.offset : slot.offset + size]
         return tensor
 
+    async def buffers(self, places: Sequence[tuple[Slot, int]]) -> list[BlockBuffer]:
+        """The first bytes of slots, for a file to read into: a file waits for no stream, so this does.
+
+        What was begun in the slots before is done: copies, and work of engines whose events were waited for.
+        """
+        await self._run(self._inward, lambda: None)
+        tensors: list[Any] = [self.tensor(slot, size) for slot, size in places]
+        return [memoryview(tensor.numpy()) if self.device.type == "cpu" else tensor for tensor in tensors]
+
     def region(self, slab_id: int) -> Region:
         """A slab's memfd; on the CPU only."""
         region = self._slabs[slab_id].region
-        assert region is not None, f"a slab on {self._device} is no memfd"
+        assert region is not None, f"a slab on {self.device} is no memfd"
         return region
 
     def may_export(self, *, to_writer: bool) -> bool:
         """Whether a slab may be shown to another process: on a GPU only if it may see and write all of the pool."""
-        return self._device.type == "cpu" or (self._has_one_tenant and to_writer)
+        return self.device.type == "cpu" or (self._has_one_tenant and to_writer)
 
     def export(self, slab_id: int) -> bytes | Region:
         """From what `import_slab` maps the slab elsewhere on this host: a handle, or the memfd. Raises Forbidden."""
         if not self.may_export(to_writer=True):
-            raise Forbidden(f"a handle of a slab on {self._device} would show the blocks of all tenants")
+            raise Forbidden(f"a handle of a slab on {self.device} would show the blocks of all tenants")
         return self._pool.export(self._slabs[slab_id])
 
     async def read(self, blocks: Sequence[tuple[Slot, memoryview]]) -> None:
@@ -315,7 +316,7 @@ class HbmTier:
         lanes = (self._inward, self._outward)
         return {
             "medium": "device memory",
-            "device": str(self._device),
+            "device": str(self.device),
             "pool_bytes": self._pool_bytes,
             "slabs_ready": len(self._slabs),
             "staging_bytes": sum(buffer.view.nbytes for lane in lanes for buffer in lane.staging),
@@ -338,7 +339,7 @@ class HbmTier:
                 finally:
                     lane.stream.mark().synchronize()
             except torch.AcceleratorError as error:
-                raise OSError(errno.EIO, f"{self._device}: {error}") from error
+                raise OSError(errno.EIO, f"{self.device}: {error}") from error
 
         async with lane.turn:
             await self._copier.run(drained)

@@ -92,6 +92,11 @@ class NvmeTier:
         with suppress(OSError):  # a disk that is gone or read-only keeps it; the next start removes it
             self._path(slab_id).unlink()
 
+    def reaches_gpus(self, slab_id: int) -> bool:
+        """Whether what lies in a slab can be read into memory of a GPU without passing through the host's."""
+        file = self._files.get(slab_id)
+        return file is not None and file.path_name == "kvikio-gds"
+
     def load(self, slot: Slot, buffers: Sequence[BlockBuffer]) -> None:
         """Fill the buffers, one after the other, from the start of a slot. Blocks. Raises OSError."""
         self._file(slot.slab_id).read(slot.offset, buffers)
@@ -123,7 +128,6 @@ class NvmeTier:
 
     def describe(self) -> dict[str, Any]:
         told = [file.describe() for file in self._files.values()]
-        stat = os.statvfs(self._folder)
         return {
             "medium": "files",
             "folder": str(self._folder),
@@ -131,8 +135,15 @@ class NvmeTier:
             "reasons": sorted({reason for row in told for reason in row["reasons"]}),
             "slabs_ready": len(told),
             "slabs_punched": len(self._punched),
-            "filesystem_free_bytes": stat.f_bavail * stat.f_frsize,
+            "filesystem_free_bytes": self._free_bytes(),
         }
+
+    def _free_bytes(self) -> int:
+        try:
+            stat = os.statvfs(self._folder)
+        except OSError:
+            return 0  # the folder or its disk is gone
+        return stat.f_bavail * stat.f_frsize
 
     def _sync_folder(self) -> None:
         folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -232,9 +232,9 @@ class ObjectTier:
         location = self._map.find(root, key)
         return None if location is None else location.raw_bytes
 
-    def forget(self, root: bytes, keys: Iterable[bytes]) -> None:
-        """Miss these blocks from now on, on this node; the bucket keeps its packs. They may be written anew."""
-        self._map.forget(root, keys)
+    def forget(self, root: bytes, keys: Iterable[bytes]) -> int:
+        """Miss these blocks from now on, on this node; they may be written anew. How many of them were known."""
+        return self._map.forget(root, keys)
 
     # Blocks
 

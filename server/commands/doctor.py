@@ -65,7 +65,8 @@ def doctor(context: typer.Context, *, config: ConfigFile = None) -> None:
       cairn doctor --tiers.nvme.path /mnt/kv --json
     """
     settings = load(config, os.environ, context.args)
-    findings = [*_machine(settings), *_disk(settings.tiers.nvme), *_object(settings.tiers.object)]
+    disk = _disk(settings.tiers.nvme, settings.tiers.hbm.device)
+    findings = [*_machine(settings), *disk, *_object(settings.tiers.object)]
     findings += [*_devices(settings.tiers.hbm.device), _clock(settings), *_node(context, settings)]
     is_well = all(finding.state != "broken" for finding in findings)
     if invocation(context).json:
@@ -154,11 +155,12 @@ def _meminfo(name: str, unit: int = 1024) -> int:
 # The NVMe tier.
 
 
-def _disk(nvme: NvmeSettings) -> Iterator[Finding]:
+def _disk(nvme: NvmeSettings, device: str) -> Iterator[Finding]:
+    """`device` is tiers.hbm.device."""
     from kvstore.records import LEDGER  # with RocksDB, which no other command needs
-    from kvstore.tiers.block_file import probe
+    from kvstore.tiers.block_file import probe, probe_for
 
-    way = probe()
+    way = probe_for(device) if nvme.io == "auto" else probe()
     forced = nvme.io == "kvikio" and way.path_name == "posix"
     advice = "set tiers.nvme.io to auto, or install what is missing" if forced else ""
     used = "posix, as tiers.nvme.io says" if nvme.io == "posix" else f"{way.path_name}: {way.reason}"

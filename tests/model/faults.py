@@ -158,8 +158,8 @@ MODEL_FAULTS = [
     Fault(
         "a client may have any number of leases",
         "holds.py",
-        "        if self.held_by(owner) >= self._leases_per_client:\n",
-        "        if self.held_by(owner) > self._leases_per_client:\n",
+        "self.held_by(owner) >= self._leases_per_client:\n",
+        "self.held_by(owner) > self._leases_per_client:\n",
     ),
     Fault(
         "a touched block goes as if nobody had used it",

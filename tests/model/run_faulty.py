@@ -16,6 +16,7 @@ SUITES = {
     "table": ["unit/test_holds.py", "unit/test_table.py", "unit/test_slab.py", "unit/test_eviction.py"],
     "table model": ["model/test_table_model.py"],
     "tiers model": ["model/test_tiers_model.py"],
+    "store model": ["model/test_tiered_store_model.py"],
     "loads and stores": [
         *("unit/test_disk_queue.py", "unit/test_admission.py", "unit/test_disk.py"),
         *("unit/test_promotion.py", "unit/test_demotion.py", "unit/test_reclaim.py"),

@@ -17,6 +17,7 @@ FAULTS = {
     "table": faults.FAULTS,
     "table model": faults.MODEL_FAULTS,
     "tiers model": tier_faults.MODEL_FAULTS,
+    "store model": tier_faults.STORE_FAULTS,
     "loads and stores": tier_faults.FAULTS,
     "published": published_faults.FAULTS,
 }

@@ -222,7 +222,7 @@ FAULTS = [
     Fault(
         "the block on the disk may go while it is read",
         "promotion.py",
-        "                self._table.hold(source.replica)\n            target = None\n",
+        "                self._own.hold(source.replica)\n            target = None\n",
         "                source.replica.holders += 1\n            target = None\n",
     ),
     Fault(
@@ -240,26 +240,26 @@ FAULTS = [
     Fault(
         "what arrives too late is loaded",
         "promotion.py",
-        "            if arrival_s > load_s or queued_bytes > self._most_bytes:\n",
-        "            if queued_bytes > self._most_bytes:\n",
+        "        if arrival_s > load_s:\n            break\n",
+        "",
     ),
     Fault(
         "what is computed sooner is loaded",
         "promotion.py",
-        "            if arrival_s <= compute_s:\n",
-        "            if arrival_s <= load_s:\n",
+        "        if not block_s or arrival_s <= (position + 1 - first) * block_s:\n",
+        "        if True:\n",
     ),
     Fault(
         "more is on the way than may be",
         "promotion.py",
-        "            if arrival_s > load_s or queued_bytes > self._most_bytes:\n",
-        "            if arrival_s > load_s:\n",
+        "        wanted = wanted[: self._fitting(wanted, space.tenant.name)]\n",
+        "",
     ),
     Fault(
         "a load makes room at its own beginning",
         "promotion.py",
-        "            self._table.hold(replica)  # room for its end is not made at its beginning\n",
-        "            replica.holders += 1\n            replica.slab.held += not replica.holders - 1\n",
+        "        parts = (part_of(space, key, part) for key in keys[:end] for part in range(space.namespace.parts))\n",
+        "        parts = iter([])\n",
     ),
     Fault(
         "the second read goes over the quota",
@@ -318,14 +318,14 @@ FAULTS = [
     Fault(
         "a header is not compared",
         "disk.py",
-        "        if found is None or not _is_same(found, wanted) or checksum",
-        "        if found is None or checksum",
+        "found is not None and _is_same(found, wanted) else",
+        "found is not None else",
     ),
     Fault(
         "a checksum is not compared",
         "disk.py",
-        " or checksum(payload[: wanted.size]) != wanted.checksum:",
-        ":",
+        '        if found == "good" and checksum(payload[: wanted.size]) != wanted.checksum:\n',
+        '        if found == "none":\n',
     ),
     Fault(
         "a slab gives out slots while it is emptied",
@@ -356,5 +356,57 @@ FAULTS = [
         "admission.py",
         "        self._left = min(self._left + self._rate * (now - self._at), self._rate * BURST_S)\n",
         "        self._left = self._left + self._rate * (now - self._at)\n",
+    ),
+]
+
+# The model of a whole store must find these.
+STORE_FAULTS = [
+    Fault(
+        "what is read is not verified",
+        "disk.py",
+        '        if found == "good" and checksum(payload[: wanted.size]) != wanted.checksum:\n',
+        '        if found == "none":\n',
+    ),
+    Fault(
+        "a block deleted while it is loaded comes back",
+        "promotion.py",
+        "        self._table.abort(target, Cause.DELETED)\n",
+        "        pass\n",
+    ),
+    Fault(
+        "a block deleted while it is written below comes back",
+        "demotion.py",
+        "                if is_good and replica.state is State.WRITTEN:  # else it was deleted meanwhile\n",
+        "                if is_good:\n",
+    ),
+    Fault(
+        "a block deleted while a restart takes it up comes back",
+        "recover.py",
+        "            if deleted and (number, key) in deleted:\n",
+        "            if not key:\n",
+    ),
+    Fault(
+        "a block deleted before a restart comes back",
+        "records.py",
+        "                    self._note(name, None)\n",
+        "                    pass\n",
+    ),
+    Fault(
+        "a load is left alone by who began it",
+        "promotion.py",
+        "                    self._own.let_go(load.source.replica)\n            self._settle()\n",
+        "                    pass\n            self._settle()\n",
+    ),
+    Fault(
+        "loads go over the quota",
+        "promotion.py",
+        "            if self._intake.make_room(space, source.size) is Placement.GRANTED:\n",
+        "            if self._table.has_room(space.dram, source.size):\n",
+    ),
+    Fault(
+        "a slab that is given back stays apart",
+        "reclaim.py",
+        "            pool.rejoin(slab)\n",
+        "            pass\n",
     ),
 ]

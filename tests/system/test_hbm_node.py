@@ -142,16 +142,50 @@ def test_blocks_that_left_dram_come_back_from_hbm(client: BlockingClient) -> Non
     assert client.match(space, keys) == 0
 
 
-def test_blocks_on_disk_come_into_hbm_by_way_of_dram(start: Callable[..., NodeProcess], tmp_path: Path) -> None:
-    disk = f"--tiers.nvme.path={tmp_path}/disk", "--tiers.nvme.capacity=64MiB", "--tiers.nvme.slab=4MiB"
-    node = start(*disk, "--tiers.nvme.admission=all")
+def disk_in(folder: Path) -> tuple[str, ...]:
+    sizes = "--tiers.nvme.capacity=64MiB", "--tiers.nvme.slab=4MiB"
+    return f"--tiers.nvme.path={folder}/disk", *sizes, "--tiers.nvme.admission=all"
+
+
+def test_blocks_on_disk_come_straight_into_hbm(start: Callable[..., NodeProcess], tmp_path: Path) -> None:
+    node = start(*disk_in(tmp_path))
     with node.admin() as client:
         space, keys = put(client)
         until(lambda: row(client, "nvme")["capacity_bytes"] and not row(client, "nvme")["is_recovering"])
         assert client.demote(space, keys, "nvme", evict=True).evicted == BLOCKS
         with device.DeviceReader(client) as reader:
             assert bytes_of(reader.acquire(space, keys, lease_s=30)) == contents(keys)
-        assert row(client, "nvme")["promoted_blocks"] == BLOCKS
+        assert row(client, "nvme")["promoted_blocks"] == row(client, "hbm")["lifted_blocks"] == BLOCKS
+        assert row(client, "dram")["blocks"] == 0
+
+
+def test_a_prefix_larger_than_dram_fits_into_hbm_and_is_there_after_a_restart(
+    start: Callable[..., NodeProcess], tmp_path: Path
+) -> None:
+    """DRAM has 2 slabs of 17 blocks, the chain 60 blocks, HBM 4 slabs."""
+    node = start(*disk_in(tmp_path), "--tiers.dram.capacity=2MiB")
+    blocks = 60
+    with node.admin() as client:
+        until(lambda: row(client, "nvme")["capacity_bytes"] and not row(client, "nvme")["is_recovering"])
+        space = client.open("engines", namespace())
+        keys = space.keys([0, *range(1, 4 * blocks)])
+        for start_ in range(0, blocks, 10):
+            piece = keys[start_ : start_ + 10]
+            parent = keys[start_ - 1] if start_ else None
+            client.put(space, piece, [content(key, SIZE) for key in piece], parent=parent)
+            assert client.demote(space, piece, "nvme", evict=True).evicted == 10
+    for _ in range(2):
+        with node.admin() as client, device.DeviceReader(client) as reader:
+            space = client.find("engines")
+            held = reader.acquire(space, keys, lease_s=30)
+            assert bytes_of(held) == contents(keys)
+            assert row(client, "dram")["blocks"] == 0, "none came by way of DRAM"
+            assert row(client, "hbm")["lifted_blocks"] == blocks
+            reader.release(held)
+        node.stop()
+        node.start()
+        with node.admin() as client:
+            until(lambda client=client: not row(client, "nvme")["is_recovering"])
 
 
 def test_a_writer_that_is_at_it_is_waited_for(node: NodeProcess, client: BlockingClient) -> None:

@@ -52,8 +52,9 @@ def is_grown(client: BlockingClient) -> bool:
 
 
 def on_disk(client: BlockingClient) -> tuple[int, int]:
+    """(Blocks that are written, changes that are not recorded)."""
     tier = client.stat()["tiers"][1]
-    return tier["blocks"], tier["ledger"]["pending"]
+    return tier["demoted_blocks"], tier["ledger"]["pending"]
 
 
 def served(node: NodeProcess) -> int:

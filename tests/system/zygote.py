@@ -1,53 +1,65 @@
-"""Node processes that are there at once: forked from one that has imported all that a node needs."""
+"""Node processes that are there at once: forked from one that has imported all that a node needs, and no more.
 
-import asyncio
+A process that had opened a RocksDB would not do: its threads are not there after a fork, and are waited for.
+"""
+
 import contextlib
+import json
 import logging
 import os
+import select
 import signal
+import subprocess
+import sys
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import uvloop
 
 from engine_client.blocking import BlockingClient
 from server.config import Config, load
 from server.node import Node
-from tests.system.children import Child
+from tests.system.cairn_process import REPO, clean_environ
 from tests.system.nodes import PATIENCE_S
 
 
 class Zygote:
-    """Starts one node after the other, all with the same settings. Make it before this process has threads."""
+    """Starts one node after the other, all with the same settings."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.log_path = folder / "node.log"
-        self.config = load(None, {"HOME": str(folder)}, options)
-        self.unix = f"unix://{self.config.node.unix_socket}"
-        self._child = Child(_breed, self.config, self.log_path)
+        self._log_path = folder / "node.log"
+        self._log_path.touch()
+        self.unix = f"unix://{load(None, {'HOME': str(folder)}, options).node.unix_socket}"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.system.zygote", str(folder), *options],
+            cwd=REPO,
+            env=clean_environ(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._ask("hello")
         self.pid = 0
 
     def start(self) -> int:
         """A node that serves; its epoch."""
-        self._child.say("start")
-        self.pid, said = self._child.hear()
-        assert isinstance(said, int), f"the node did not start: {said}\n{self.log[-4000:]}"
-        return said
+        answer = self._ask("start")
+        assert answer["epoch"], f"the node did not start: {answer['error']}\n{self.log[-4000:]}"
+        self.pid = answer["pid"]
+        return int(answer["epoch"])
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
-        self._child.say("wait")
-        assert self._child.hear() == -signal.SIGKILL, self.log[-4000:]
-        self.pid = 0
+        assert self._ask("wait")["code"] == -signal.SIGKILL, self.log[-4000:]
 
     def stop(self) -> None:
         """As an operator does; fails the test unless the node went in peace."""
         os.kill(self.pid, signal.SIGTERM)
-        self._child.say("wait")
-        code, self.pid = self._child.hear(), 0
+        code = self._ask("wait")["code"]
         assert code == 0, f"the node ended with {code}:\n{self.log[-4000:]}"
 
     def admin(self) -> BlockingClient:
@@ -55,7 +67,16 @@ class Zygote:
 
     @property
     def log(self) -> str:
-        return self.log_path.read_text()
+        return self._log_path.read_text()
+
+    def _ask(self, word: str) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{word}\n".encode())
+        self._process.stdin.flush()
+        readable, _, _ = select.select([self._process.stdout], [], [], 2 * PATIENCE_S)
+        assert readable, f"no answer to {word}:\n{self.log[-4000:]}"
+        return dict(json.loads(self._process.stdout.readline()))
 
     def __enter__(self) -> "Zygote":
         return self
@@ -63,29 +84,32 @@ class Zygote:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-        self._child.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # and with it the node
+        self._process.communicate()
 
 
-def _breed(pipe: Connection, config: Config, log_path: Path) -> None:
+def breed(folder: Path, options: list[str]) -> None:
+    """Answer each word on stdin by a line on stdout."""
+    config = load(None, {"HOME": str(folder)}, options)
     pid = 0
-    while True:
-        word = pipe.recv()
-        if word == "start":
+    for line in sys.stdin:
+        answer: dict[str, Any] = {}
+        if line.strip() == "start":
             ours, theirs = Pipe()
             pid = os.fork()
             if not pid:
-                _serve(theirs, config, log_path)
+                _serve(theirs, config, folder / "node.log")
             theirs.close()
             try:
-                pipe.send((pid, ours.recv() if ours.poll(PATIENCE_S) else "it says nothing"))
+                epoch, error = ours.recv() if ours.poll(PATIENCE_S) else (0, "it says nothing")
             except EOFError:
-                pipe.send((pid, "it ended"))
+                epoch, error = 0, "it ended"
             ours.close()
-        else:
-            pipe.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            answer = {"pid": pid, "epoch": epoch, "error": error}
+        elif line.strip() == "wait":
+            answer = {"code": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}
+        print(json.dumps(answer), flush=True)
 
 
 def _serve(pipe: Connection, config: Config, log_path: Path) -> None:
@@ -96,13 +120,16 @@ def _serve(pipe: Connection, config: Config, log_path: Path) -> None:
 
         async def live() -> int:
             node = Node(config)
-            return await node.serve(lambda: pipe.send(node.epoch))
+            return await node.serve(lambda: pipe.send((node.epoch, "")))
 
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            code = runner.run(live())
+        code = uvloop.run(live())
     except BaseException as error:
         logging.exception("the node raised")
-        pipe.send(repr(error))
+        pipe.send((0, repr(error)))
     finally:
         logging.shutdown()
         os._exit(code)
+
+
+if __name__ == "__main__":
+    breed(Path(sys.argv[1]), sys.argv[2:])

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from kvstore import demotion
 from kvstore.demotion import BATCH_BLOCKS
 from kvstore.diskblock import ALIGN
-from kvstore.errors import NotFound
+from kvstore.errors import NotFound, Rejected
+from kvstore.intake import Limits
 from kvstore.types import DRAM, NVME, OBJECT, Cause, Placement
 from tests.faulty_bucket import FaultyBucket
 from tests.faulty_file import Fail, Lose
@@ -214,12 +216,40 @@ class TestFull:
             if replica not in held:
                 node.table.let_go(replica)
 
+    def test_a_step_that_ends_while_another_writes_does_not_refuse_who_waits(self, make):
+        node = make(dram=1, nvme=8)
+        old = Chain(node, 8)
+        slow = node.start(node.store.demotion.step(8 * SIZE, Cause.WATERMARK))
+        held = [replica for replica in old.space.dram.replicas.values() if not replica.holders]
+        for replica in held:
+            node.table.hold(replica)
+        assert node.run(node.cancelled(step(node), 2)) is None
+        assert node.store.demotion.is_relieving
+        assert not slow.done()
+        for replica in held:
+            node.table.let_go(replica)
+        node.finish(slow)
+        assert not node.store.demotion.is_relieving
+
+    def test_who_has_no_room_on_the_disk_does_not_cost_others_theirs(self, make):
+        node = make(nvme=2)
+        red, blue = Chain(node, 4), node.open("blue")
+        keys = chain_keys(blue, range(3))
+        node.put(blue, keys, [block_of(key, SIZE) for key in keys])
+        for space, key in ((blue, keys[2]), (red.space, red.keys[3])):
+            node.run(node.store.demotion.demote(space, [key], NVME, evict=True))
+        more = chain_keys(red.space, range(100, 103))
+        node.put(red.space, more, [block_of(key, SIZE) for key in more])
+        node.run(node.store.demotion.demote(red.space, more, NVME, evict=True))
+        drain(node)
+        assert [node.store.where(blue, key)[0] for key in keys] == [NVME] * 3
+
     def test_a_put_that_waits_in_vain_is_refused_at_its_time_limit(self, make):
         node = make(dram=1, nvme=8)
         old = Chain(node, 8)
         for replica in old.space.dram.replicas.values():
             node.table.hold(replica)
-        node.store.demotion.is_relieving = True
+        node.store.demotion._steps = 1
         put = node.start(node.store.puts.place_slowly(old.space, chain_keys(old.space, [99]), None, [SIZE]))
         node.advance(node.limits.put_timeout_s - 1)
         assert not put.done()
@@ -227,6 +257,18 @@ class TestFull:
         assert put.result().placements == [Placement.FULL]
         for replica in old.space.dram.replicas.values():
             node.table.let_go(replica)
+
+    def test_puts_that_waited_together_get_no_more_than_their_client_may_have(self, make):
+        node = make(dram=2, limits=Limits(inflight_bytes=4 * SIZE))
+        space, placings = node.open(), []
+        for number in range(2):
+            keys = chain_keys(space, range(3 * number + 1, 3 * number + 4))
+            placings.append((keys, node.run(node.store.puts.place_slowly(space, keys, None, [SIZE] * 3))))
+        node.store.puts.granted(OWNER, space, *placings[0])
+        with pytest.raises(Rejected):
+            node.store.puts.granted(OWNER, space, *placings[1])
+        assert node.table.tiers[DRAM].replicas == 3
+        node.store.end(OWNER)
 
     @pytest.mark.parametrize("turns", range(5))
     def test_a_put_that_waits_and_is_cancelled_leaves_nothing_behind(self, make, turns):
@@ -275,11 +317,31 @@ class TestAdmission:
         assert sorted(chain.where()) == ["", "", "n", "n", "n"]
         assert node.store.demotion.admission.over_budget_blocks == 2
 
-    def test_what_is_demoted_by_name_is_not_asked_about(self, make):
-        node = make(everything=False, bytes_per_day=1)
-        chain = Chain(node, 2)
-        assert node.run(node.store.demotion.demote(chain.space, chain.keys, NVME, evict=False)) == (2, 0)
-        assert chain.where() == ["dn", "dn"]
+    def test_what_is_demoted_by_name_need_not_have_been_used_but_the_budget_holds(self, make):
+        node = make(everything=False, bytes_per_day=24 * 3 * SIZE)
+        chain = Chain(node, 5)
+        assert node.run(node.store.demotion.demote(chain.space, chain.keys, NVME, evict=False)) == (3, 0)
+        assert sorted(chain.where()) == ["d", "d", "dn", "dn", "dn"]
+
+    @pytest.mark.parametrize(("bounded", "blocks"), [(True, 3), (False, 5)])
+    def test_nobody_but_an_admin_writes_more_than_the_budget_by_demoting_again_and_again(self, make, bounded, blocks):
+        node = make(bytes_per_day=24 * 3 * SIZE)
+        chain = Chain(node, 1)
+        written = 0
+        for _ in range(5):
+            work = node.store.demotion.demote(chain.space, chain.keys, NVME, evict=False, within_budget=bounded)
+            written += node.run(work)[0]
+            node.store.discard(chain.space, chain.keys, Cause.DELETED, NVME)
+        assert (written, chain.where()) == (blocks, ["d"])
+
+    def test_demoting_by_name_holds_no_more_at_once_than_a_step(self, make, monkeypatch):
+        monkeypatch.setattr(demotion, "BATCH_BYTES", 2 * SIZE)
+        node = make()
+        chain = Chain(node, 6)
+        work = [node.store.demotion.demote(chain.space, chain.keys[start:][:3], NVME, evict=False) for start in (0, 3)]
+        tasks = [node.start(each) for each in work]
+        assert sum(replica.holders > 0 for replica in chain.space.dram.replicas.values()) == 2
+        assert [node.finish(task) for task in tasks] == [(3, 0), (3, 0)]
 
     @pytest.mark.parametrize("tier", [DRAM, OBJECT, "tape"])
     def test_a_tier_that_is_not_there_is_told(self, make, tier):

@@ -167,6 +167,31 @@ def test_a_write_that_went_wrong_unseen_is_seen_when_it_is_read(bench, fault):
     run(bench, test)
 
 
+def test_what_was_read_beside_a_header_is_not_written_beside_another(bench):
+    """It may be another tenant's: pages for headers are used again."""
+
+    async def test():
+        (read,) = await bench.store(("a", 3000))
+        with bench.file(read).open("r+b") as file:
+            file.seek(HEADER_BYTES)
+            file.write(b"secret of red" * 100)
+        assert await bench.load(read) == ["good"]
+        (written,) = await bench.store(("b", 3000))
+        page = bench.file(written).read_bytes()[written.slot.offset :][:ALIGN]
+        assert page[HEADER_BYTES:] == bytes(ALIGN - HEADER_BYTES)
+
+    run(bench, test)
+
+
+def test_a_folder_that_is_gone_has_no_space_and_the_rest_is_told(bench):
+    async def test():
+        shutil.rmtree(bench.folder)
+        told = bench.medium.describe()
+        assert (told["filesystem_free_bytes"], told["slabs_ready"]) == (0, 1)
+
+    run(bench, test)
+
+
 def test_a_lost_write_does_not_bring_back_what_was_there_before(bench):
     async def test():
         (old,) = await bench.store(("a", 3000))

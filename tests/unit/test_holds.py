@@ -8,7 +8,7 @@ from kvstore.check import check
 from kvstore.errors import Rejected, StaleLease, StoreError
 from kvstore.holds import SLACK, Holds
 from kvstore.table import BlockTable, Replica, TierShape
-from kvstore.types import DRAM, BlockKey, Cause, Change, Owner, State
+from kvstore.types import DRAM, NODE, BlockKey, Cause, Change, Owner, State
 
 MINE, OTHERS = Owner(1), Owner(2)
 LIMIT = 4
@@ -74,6 +74,12 @@ class TestLease:
         assert replica.holders == 2
         node.holds.release(MINE, lease.lease_id)
         assert replica.holders == 0
+
+    def test_of_the_node_itself_is_not_refused_for_how_many_it_has(self, node: Node) -> None:
+        replica = node.store("a")
+        leases = [node.holds.lease(NODE, [replica], 5) for _ in range(LIMIT + 1)]
+        for lease in leases:
+            node.holds.release(NODE, lease.lease_id)
 
     def test_released_twice_is_no_mistake(self, node: Node) -> None:
         lease = node.holds.lease(MINE, [node.store("a")], 5)

@@ -14,11 +14,11 @@ from kvstore.catalogue import OpenNamespace, Tenant
 from kvstore.copier import checksum
 from kvstore.errors import InvalidRequest, Rejected
 from kvstore.holds import Lease
-from kvstore.lifting import JOB_BLOCKS, NODE
+from kvstore.lifting import JOB_BLOCKS
 from kvstore.prefix import Namespace, chain, part_key
 from kvstore.store import Store
 from kvstore.table import Replica
-from kvstore.types import DRAM, HBM, BlockKey, Cause, Owner, State
+from kvstore.types import DRAM, HBM, NODE, BlockKey, Cause, Owner, State
 from server.assembly import make_store
 from server.config import load
 
@@ -46,6 +46,7 @@ class Rig:
         self.crashes: list[BaseException | None] = []
         made = make_store(config, 1, [RED, BLUE], self.crashes.append)
         self.store: Store = made.store
+        self.recovery = made.recovery
         for tier, capacity_bytes in made.capacities.items():
             self.store.sizings[tier].target = capacity_bytes // self.store.table.tiers[tier].pool.slab_bytes
         assert self.store.lifting is not None

@@ -223,6 +223,14 @@ class TestRoom:
         assert node.get(space, keys) == blocks[:4]
         assert node.table.tiers[DRAM].tenant_bytes["blue"] <= 4096
 
+    def test_one_tenant_cannot_keep_all_others_from_loading(self, make):
+        node = make(dram=8, nvme=8, limits=Limits(inflight_bytes=8 * SIZE))
+        greedy, modest = Chain(node, 8), Chain(node, 3, tenant="blue")
+        assert greedy.begin(30.0) == 8
+        assert (modest.begin(30.0), modest.begin(30.0)) == (1, 0)
+        node.settle()
+        assert (greedy.get(), modest.get()) == (8, 3)
+
     def test_a_block_too_large_for_the_slabs_of_memory_is_a_miss(self, make):
         """Another node of the bucket, or an earlier start, had larger ones."""
         bucket = FaultyBucket()
@@ -353,6 +361,17 @@ class TestLate:
         assert chain.node.read(task.result()) == chain.blocks
         counters = chain.node.store.counters
         assert (counters.hedged_loads, counters.hedges_won, counters.promoted_blocks[NVME]) == (3, 0, 3)
+
+    def test_the_place_that_a_second_read_still_reads_from_is_not_given_back(self, make):
+        chain, task, first = late(make(), blocks=3)
+        chain.node.threads.waiting("load")[1].begin()
+        first.end()
+        chain.node.turn()
+        assert chain.node.read(task.result()) == chain.blocks
+        reclaim = chain.node.store.reclaim
+        assert chain.node.start(reclaim.give_back(Cause.DRAINED, readmits=False)).result() is False
+        chain.node.settle()
+        assert chain.node.run(reclaim.give_back(Cause.DRAINED, readmits=False)) is True
 
     def test_without_room_for_a_second_copy_the_first_is_waited_for(self, make):
         chain, task, first = late(make(dram=1), blocks=8)

@@ -150,6 +150,18 @@ class TestParts:
         node.store.discard(chain.space, [chain.parts[1][1]], Cause.DELETED)
         assert chain.got(node.start(chain.acquire())) == 1
 
+    def test_as_many_parts_as_a_namespace_may_have_do_not_keep_the_node_busy(self, make):
+        node = make()
+        space = node.open(parts=65_535)
+        keys = chain_keys(space, range(node.limits.batch_blocks))
+        node.sink(space, keys[:1], [block_of(keys[0], SIZE)])
+        started = time.perf_counter()
+        assert node.store.reads.match(space, keys) == 0
+        task = node.start(node.acquire(space, keys))
+        assert not task.done()
+        assert node.finish(task) is None
+        assert time.perf_counter() - started < 5.0
+
 
 class TestGone:
     @pytest.mark.parametrize("turns", range(6))

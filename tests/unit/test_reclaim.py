@@ -4,6 +4,7 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from errno import ENOSPC, EROFS
 from pathlib import Path
 
 import pytest
@@ -278,3 +279,38 @@ def test_blocks_that_memory_has_are_not_written_once_more(make, monkeypatch):
     slabs.use(*range(4, 12))
     slabs.node.run(slabs.give_back())
     assert slabs.node.store.counters.readmitted_blocks == 0
+
+
+@pytest.mark.parametrize("step", ["prepare", "adopt"])
+def test_a_disk_without_space_for_another_tenant_s_slab_has_all_of_its_slabs_when_there_is_some(
+    make, monkeypatch, step
+):
+    """A slab never passes to another tenant: it goes, and one is made anew."""
+    node = make(nvme=2)
+    slabs = Slabs(node, 2)
+    node.run(node.upkeep.drain(NVME))
+    blue = node.open("blue")
+    key = chain_keys(blue, [1])[0]
+    node.put(blue, [key], [block_of(key, SIZE)])
+
+    async def prepare() -> None:
+        raise OSError(ENOSPC, "no space left on device")
+
+    def adopt(slab_id: int) -> None:
+        medium._prepared.pop().close()
+        raise OSError(EROFS, "read-only file system")
+
+    medium, demotion = node.store.below.disk.medium, node.store.demotion
+    with monkeypatch.context() as patch:
+        patch.setattr(medium, step, {"prepare": prepare, "adopt": adopt}[step])
+        for _ in range(3):
+            assert node.run(demotion.demote(blue, [key], NVME, evict=False)) == (0, 0)
+            node.run(node.upkeep.resize_disk())
+            node.run(node.upkeep.relieve_disk())
+            node.advance(0.2)
+    node.advance(120.0)
+    node.run(node.upkeep.resize_disk())
+    assert node.table.tiers[NVME].pool.capacity_bytes == 2 * 32_768
+    assert node.run(demotion.demote(blue, [key], NVME, evict=True)) == (1, 1)
+    assert node.get(blue, [key]) == [block_of(key, SIZE)]
+    assert slabs.here() == []

@@ -192,3 +192,59 @@ class TestSpareSlab:
         slab, *_ = take(pool, RED)
         with pytest.raises(KeyError):
             pool.remove(slab)
+
+
+class TestApart:
+    def test_gives_out_no_slot_until_it_rejoins(self) -> None:
+        pool = pool_of(1)
+        slab, *_ = take(pool, RED)
+        pool.set_apart(slab)
+        assert not pool.has_room(RED)
+        assert pool.take(RED, object()) is None
+        pool.rejoin(slab)
+        assert take(pool, RED)[0] is slab
+
+    def test_is_spare_only_when_it_rejoins(self) -> None:
+        pool = pool_of(1)
+        taken = take(pool, RED)
+        pool.set_apart(taken[0])
+        give_back(pool, taken)
+        assert list(pool.spare()) == []
+        assert list(pool.in_use()) == [taken[0]]
+        pool.rejoin(taken[0])
+        assert list(pool.spare()) == [taken[0]]
+        assert list(pool.check()) == []
+
+
+class TestRestored:
+    def test_free_slots_are_known_at_the_end_only(self) -> None:
+        pool = SlabPool(SLAB_BYTES)
+        slab = pool.restore(7, RED, 500)
+        assert not pool.has_room(RED)
+        slab.restore(2, object(), 9)
+        pool.restored(slab)
+        assert {take(pool, RED)[1] for _ in range(3)} == {0, 1, 3}
+        assert not pool.has_room(RED)
+
+    def test_generations_go_on_above_those_of_earlier_starts(self) -> None:
+        pool = SlabPool(SLAB_BYTES)
+        slab = pool.restore(7, RED, 500)
+        slab.restore(2, object(), 9)
+        pool.restored(slab)
+        pool.give_back(slab, 2)
+        generations = {index: generation for _, index, generation in (take(pool, RED) for _ in range(4))}
+        assert generations[2] > 9
+        assert min(generations[index] for index in (0, 1, 3)) > 500
+
+    def test_later_slabs_have_greater_ids_whatever_the_order(self) -> None:
+        pool = SlabPool(SLAB_BYTES)
+        for slab_id in (9, 3, 7):
+            pool.restore(slab_id, RED, 1)
+        assert pool.grow().slab_id == 10
+
+    def test_one_without_blocks_is_its_tenants_spare(self) -> None:
+        pool = SlabPool(SLAB_BYTES)
+        pool.restored(pool.restore(7, RED, 1))
+        assert [slab.owner for slab in pool.spare()] == ["red"]
+        assert pool.dirty("blue") is not None
+        assert pool.take(BLUE, object()) is None

@@ -9,8 +9,8 @@ from kvstore.emptying import SLABS_TRIED
 from kvstore.errors import InvalidRequest, TierFull
 from kvstore.gallop import gallop
 from kvstore.holds import Holds
-from kvstore.table import TRANSITIONS, BlockTable, Replica, Space, TierShape
-from kvstore.types import DRAM, BlockKey, Cause, Change, Owner, Placement, State
+from kvstore.table import TRANSITIONS, BlockTable, Move, Replica, Space, TierShape
+from kvstore.types import DRAM, BlockKey, Cause, Change, GroupKey, Owner, Placement, State
 
 SLAB_BYTES = 4096  # four blocks of 1024 bytes, two of 2048
 OWNER = Owner(1)
@@ -303,6 +303,19 @@ class TestFamily:
         node.store("a")
         node.store("b", "a", tenant="blue")
         assert node.table.coldest(DRAM, "red") is node.space().replicas[key("a")]
+
+    def test_two_that_were_each_other_s_parents_at_different_times_are_restored_without_a_ring(self, make_node):
+        """As headers on a disk say it, of which one is of a block that had gone."""
+        node = make_node(2)
+        slab = node.tier.pool.restore(9, GroupKey("red", 1024), 5)
+        for index, (child, parent) in enumerate(("ab", "ba")):
+            replica = Replica(node.space(), key(child), key(parent), slab, slab.group, index, 3, 1024, 0, State.WRITTEN)
+            node.table.restore(replica)
+        node.tier.pool.restored(slab)
+        node.store("d", "c")
+        node.store("c", "a")
+        assert list(check(node.table, node.holds)) == []
+        assert sorted(node.evict_all()) == list("abcd")
 
 
 class TestRecency:
@@ -597,3 +610,98 @@ def test_check_finds(damage: Callable[[Node, Replica], object], complaint: str) 
     assert list(check(node.table, node.holds)) == []
     damage(node, replica)
     assert complaint in "; ".join(check(node.table, node.holds))
+
+
+class TestMove:
+    def move(self, node: Node, name_: str) -> Move:
+        move = node.table.begin_move(node.space().replicas[key(name_)])
+        assert move is not None
+        return move
+
+    def test_a_copied_block_lies_in_its_new_slot_and_the_old_one_is_free(self, make_node: MakeNode) -> None:
+        node = make_node(1)
+        replica = node.store("a")
+        old, version, move = replica.slot, replica.version, self.move(node, "a")
+        node.table.take_changes()
+        assert node.tier.used_bytes == 2048
+        assert node.table.end_move(move, is_copied=True)
+        assert replica.slot == move.target
+        assert replica.version > version
+        assert [event.change for event in node.table.take_changes()] == [Change.MOVED]
+        assert node.store("b").slot[1:3] == old[1:3]
+
+    @pytest.mark.parametrize("reason", ["not copied", "deleted", "held"])
+    def test_else_it_stays_where_it_is(self, make_node: MakeNode, reason: str) -> None:
+        node = make_node(1)
+        replica = node.store("a")
+        old, move = replica.slot, self.move(node, "a")
+        if reason == "deleted":
+            node.table.discard(replica, Cause.DELETED)
+        elif reason == "held":
+            node.table.hold(replica)
+        node.table.take_changes()
+        assert not node.table.end_move(move, is_copied=reason != "not copied")
+        assert replica.slot == old
+        assert node.table.take_changes() == []
+        if reason == "held":
+            node.table.let_go(replica)
+        assert node.tier.used_bytes == (0 if reason == "deleted" else 1024)
+
+    def test_what_is_held_or_being_written_does_not_move(self, make_node: MakeNode) -> None:
+        node = make_node(1)
+        replica = node.begin("a")
+        for _ in range(2):
+            with pytest.raises(AssertionError):
+                node.table.begin_move(replica)
+            if replica.state is State.ALLOCATED:
+                node.table.commit(replica, 7)
+                node.table.hold(replica)
+        node.table.let_go(replica)
+
+    def test_without_room_is_none_and_changes_nothing(self, make_node: MakeNode) -> None:
+        node = make_node(1)
+        node.chain("abcd")
+        assert node.table.begin_move(node.space().replicas[key("a")]) is None
+        assert node.tier.used_bytes == 4096
+
+
+class TestColdestChain:
+    def chain_of(self, node: Node, most_bytes: int) -> str:
+        return "".join(name(replica) for replica in node.table.coldest_chain(DRAM, most_bytes))
+
+    @pytest.mark.parametrize(("most_bytes", "expected"), [(1, "d"), (1024, "d"), (1025, "dc"), (99_999, "dcba")])
+    def test_each_goes_before_its_parent_up_to_so_many_bytes(
+        self, make_node: MakeNode, most_bytes: int, expected: str
+    ) -> None:
+        node = make_node(1)
+        node.chain("abcd")
+        assert self.chain_of(node, most_bytes) == expected
+
+    def test_of_nothing_is_nothing(self, make_node: MakeNode) -> None:
+        assert self.chain_of(make_node(1), 9999) == ""
+
+    @pytest.mark.parametrize("reason", ["another child", "used since", "held", "pinned"])
+    def test_ends_where_something_else_keeps_the_parent(self, make_node: MakeNode, reason: str) -> None:
+        node = make_node(1)
+        node.chain("abc")
+        parent = node.space().replicas[key("b")]
+        if reason == "another child":
+            node.store("x", "b")
+        elif reason == "used since":
+            node.table.touch(parent)
+        elif reason == "held":
+            node.table.hold(parent)
+        else:
+            node.table.soft_pin(parent, +1)
+        assert self.chain_of(node, 9999) == "c"
+        if reason == "held":
+            node.table.let_go(parent)
+
+    def test_a_tier_of_whole_slabs_has_none(self) -> None:
+        table = BlockTable({DRAM: TierShape(SLAB_BYTES, "")})
+        table.tiers[DRAM].pool.grow()
+        replica = table.allocate(table.space("red", 1, DRAM), key("a"), None, 1024)
+        assert replica is not None
+        table.commit(replica, 7)
+        assert table.coldest_chain(DRAM, 9999) == []
+        assert table.is_listed(replica)

@@ -194,9 +194,7 @@ class Client:
         """This client will not write into the slots any more. Idempotent."""
         await self._drive(lambda link: writes.abort(link, grant))
 
-    async def evict(
-        self, space: OpenSpace, keys: Sequence[BlockKey] | None = None, tier: str = ""
-    ) -> wire.Evicted:
+    async def evict(self, space: OpenSpace, keys: Sequence[BlockKey] | None = None, tier: str = "") -> wire.Evicted:
         """Delete blocks, or all of the namespace; from one tier only if it is named."""
         return await self._drive(lambda _: operations.evict(space, keys, tier))
 

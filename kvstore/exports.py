@@ -36,8 +36,9 @@ class Exports:
         """The memory of a tenant's published index; clients get it read-only."""
         if tenant.name not in self._indexes:
             region = make_region("cairn-index", index_bytes(self._entries), only_writer=True)
-            self._indexes[tenant.name] = region, PublishedIndex(
-                region.memory, self._entries, self._epoch, is_all=self._is_all
+            self._indexes[tenant.name] = (
+                region,
+                PublishedIndex(region.memory, self._entries, self._epoch, is_all=self._is_all),
             )
         return self._indexes[tenant.name][0]
 

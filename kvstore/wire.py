@@ -178,7 +178,7 @@ class Abort(Message, frozen=True, tag="abort"):
 
 
 class Promote(Message, frozen=True, tag="promote"):
-    """Begin to load what of these blocks lower tiers have, and do not wait for it."""
+    """Begin to load what of these blocks lower tiers have, 1,024 at most, and do not wait for it."""
 
     namespace: int
     keys: bytes

@@ -38,7 +38,7 @@ LAYERS = [  # inside kvstore: a module imports only from lines above its own
     {"holds", "catalogue", "node_holds"},
     {"intake", "exports", "check", "records", "salvage"},
     {"promotion", "demotion", "reclaim", "defragment", "recover", "fsck"},
-    {"puts", "reads"},
+    {"puts", "reads", "straight"},
     {"lifting"},
     {"store", "directory", "replication", "membership"},
     {"explain", "upkeep"},

@@ -1,8 +1,6 @@
 """A disk that goes wrong while a node serves: DRAM serves on, and the tier is used again when the disk is well."""
 
-import asyncio
 import errno
-import mmap
 import os
 import shutil
 import subprocess
@@ -20,9 +18,8 @@ from kvstore import recover as recover_module
 from kvstore.diskblock import ALIGN
 from kvstore.tiers import nvme as nvme_module
 from kvstore.tiers.block_file import BlockFile
-from kvstore.types import NVME, Slot
 from tests.conftest import LiveNode
-from tests.crash.tiered import fsck, opened
+from tests.crash.tiered import fsck
 from tests.faulty_file import Fault, Faults, FaultyFile, Lose
 from tests.system.nodes import content, namespace, until
 

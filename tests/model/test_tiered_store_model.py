@@ -110,10 +110,12 @@ class StoreMachine(RuleBasedStateMachine):
         )
 
     def teardown(self) -> None:
-        if hasattr(self, "node"):
-            self.rest()
-            self.node.close()
-        shutil.rmtree(self.folder)
+        try:
+            if hasattr(self, "node"):
+                self.rest()
+                self.node.close()
+        finally:
+            shutil.rmtree(self.folder)
 
     # What goes on.
 

@@ -1,4 +1,4 @@
-"""A node with all tiers, and all that can happen to it at once: bytes stay right, calls end, and nothing is left held.
+"""A node with a disk and a bucket, and all that can happen at once: bytes stay right, calls end, nothing is left held.
 
 CAIRN_SOAK_S is for how many seconds (12), CAIRN_TEST_SEED which way it goes.
 """

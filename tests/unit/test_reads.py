@@ -30,11 +30,13 @@ def make() -> Iterator[Make]:
         return stores[-1]
 
     yield made
-    for node in stores:
-        node.settle()
-        assert node.problems() == []
-        node.close()
-    shutil.rmtree(folder)
+    try:
+        for node in stores:
+            node.settle()
+            assert node.problems() == []
+            node.close()
+    finally:
+        shutil.rmtree(folder)
 
 
 class Chain:

@@ -5,7 +5,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from itertools import count
 from pathlib import Path
 from threading import Event, Thread
@@ -47,8 +47,8 @@ def run(names: set[str]) -> Iterator[Figure]:
             yield _get_during_reclaim(small)
 
 
-def _tiered(folder: Path, dram: str, nvme: str = "4GiB") -> "ExitStack[RunningNode]":
-    return running_node(  # type: ignore[return-value]
+def _tiered(folder: Path, dram: str, nvme: str = "4GiB") -> AbstractContextManager[RunningNode]:
+    return running_node(
         folder,
         dram,
         f"--tiers.nvme.path={folder / 'nvme'}",

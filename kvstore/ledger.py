@@ -28,8 +28,9 @@ import numpy.typing as npt
 import rocksdict
 
 from kvstore import ledger_format
+from kvstore.durable import sync_folder
 from kvstore.errors import ConfigError
-from kvstore.ledger_format import FORMAT, sync_folder, write_durably
+from kvstore.ledger_format import FORMAT, write_durably
 from kvstore.types import BlockKey, GroupKey
 
 BATCH_RECORDS = 500  # RocksDB's write holds the GIL: about 0.4 ms for as many

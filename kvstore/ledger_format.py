@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvstore.durable import sync_folder
 from kvstore.errors import ConfigError
 
 FORMAT_VERSION = 1
@@ -59,11 +60,3 @@ def write_durably(file: Path, text: str) -> None:
         opened.flush()
         os.fsync(opened.fileno())
     sync_folder(file.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from kvstore.catalogue import Catalogue
 from kvstore.copier import finished
+from kvstore.durable import sync_folder
 from kvstore.errors import Rejected
 from kvstore.ledger import BATCH_RECORDS, Ledger, Record, records, set_aside
 from kvstore.prefix import Namespace
@@ -294,8 +295,4 @@ def _write_durably(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     beside.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(path.parent)

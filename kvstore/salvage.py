@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from mmap import mmap
 
 import numpy as np
@@ -28,7 +29,7 @@ async def salvage(disk: Disk, catalogue: Catalogue) -> tuple[list[Rows], dict[in
     chunks: list[Rows] = []
     groups: dict[int, GroupKey] = {}
     for slab_id in list(disk.medium.existing()):
-        rows, group = await disk.queue.load(lambda slab_id=slab_id: _slab(disk.medium, slab_id, roots))  # type: ignore[misc]
+        rows, group = await disk.queue.load(partial(_slab, disk.medium, slab_id, roots))
         if group is not None:
             chunks.append(rows)
             groups[slab_id] = group

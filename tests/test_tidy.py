@@ -17,7 +17,7 @@ SIZED = [*PRODUCT, "bench"]
 MODULE_LINES, FUNCTION_LINES, PARAMETERS = 400, 70, 6
 
 LAYERS = [  # inside kvstore: a module imports only from lines above its own
-    {"types", "errors", "clock"},
+    {"types", "errors", "clock", "durable"},
     {
         "prefix",
         "gallop",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from kvstore.durable import sync_folder
 from kvstore.errors import ConfigError
 from kvstore.tiers.kvikio_file import KvikioFile, load_kvikio
 from kvstore.tiers.posix_file import BlockBuffer, PosixFile, check_range
@@ -122,17 +123,9 @@ def _create(path: Path, size: int) -> None:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(fd, 0, size)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except BaseException:
         os.unlink(path)
         raise
-    finally:
-        os.close(fd)
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
     finally:
         os.close(fd)

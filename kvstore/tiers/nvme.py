@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.disk_queue import DiskQueue
+from kvstore.durable import sync_folder
 from kvstore.errors import ConfigError
 from kvstore.tiers import TierSpec
 from kvstore.tiers.block_file import BlockFile, FileIo, open_block_file
@@ -105,7 +106,7 @@ class NvmeTier:
         """Write the buffers, one after the other, from the start of a slot. Blocks. Raises OSError."""
         file = self._file(slot.slab_id)
         if slot.slab_id in self._unnamed:
-            self._sync_folder()
+            sync_folder(self._folder)
             self._unnamed.discard(slot.slab_id)
         if slot.slab_id in self._punched:
             file.reserve(self.spec.slab_bytes)
@@ -144,13 +145,6 @@ class NvmeTier:
         except OSError:
             return 0  # the folder or its disk is gone
         return stat.f_bavail * stat.f_frsize
-
-    def _sync_folder(self) -> None:
-        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
     def _file(self, slab_id: int) -> BlockFile:
         file = self._files.get(slab_id)

@@ -1,11 +1,8 @@
 """Stores into lower tiers, interleaving by interleaving: what goes, what is shed, what is deleted or used meanwhile."""
 
 import asyncio
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -23,26 +20,6 @@ Make = Callable[..., TieredStore]
 SIZE = 1000
 SLOT = 1024  # of such a block in memory
 BOTH = frozenset({NVME, OBJECT})
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    """Stores that at the end are at rest and in order."""
-    stores: list[TieredStore] = []
-    folder = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
-
-    def made(**settings) -> TieredStore:
-        stores.append(TieredStore(folder / str(len(stores)), **settings))
-        return stores[-1]
-
-    yield made
-    try:
-        for node in stores:
-            node.settle()
-            assert node.problems() == []
-            node.close()
-    finally:
-        shutil.rmtree(folder)
 
 
 class Chain:

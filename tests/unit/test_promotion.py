@@ -1,10 +1,7 @@
 """Loads from lower tiers, interleaving by interleaving: deadlines, second reads, deletion and cancellation midway."""
 
 import asyncio
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -20,26 +17,6 @@ from tests.tiered_store import DRAM_SLAB, TieredStore, block_of, chain_keys
 Make = Callable[..., TieredStore]
 SIZE = 1000
 READS_TO_AWAY = 3
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    """Stores that at the end are at rest and in order."""
-    stores: list[TieredStore] = []
-    folder = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
-
-    def made(**settings) -> TieredStore:
-        stores.append(TieredStore(folder / str(len(stores)), **settings))
-        return stores[-1]
-
-    yield made
-    try:
-        for node in stores:
-            node.settle()
-            assert node.problems() == []
-            node.close()
-    finally:
-        shutil.rmtree(folder)
 
 
 class Chain:

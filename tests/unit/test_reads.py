@@ -1,10 +1,7 @@
 """Leases on what comes in time: who waits for what, how often it looks, and what is left when it goes."""
 
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -17,26 +14,6 @@ from tests.tiered_store import OWNER, TieredStore, block_of, chain_keys
 
 Make = Callable[..., TieredStore]
 SIZE = 1000
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    """Stores that at the end are at rest and in order."""
-    stores: list[TieredStore] = []
-    folder = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
-
-    def made(**settings) -> TieredStore:
-        stores.append(TieredStore(folder / str(len(stores)), **settings))
-        return stores[-1]
-
-    yield made
-    try:
-        for node in stores:
-            node.settle()
-            assert node.problems() == []
-            node.close()
-    finally:
-        shutil.rmtree(folder)
 
 
 class Chain:

@@ -1,11 +1,8 @@
 """The disk's coldest slab given back whole: what moves, what is deleted or read meanwhile, and what a stop leaves."""
 
 import asyncio
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from errno import ENOSPC, EROFS
-from pathlib import Path
 
 import pytest
 
@@ -17,26 +14,6 @@ from tests.tiered_store import TieredStore, block_of, chain_keys
 Make = Callable[..., TieredStore]
 SIZE = 1000
 PER_SLAB = 4  # such blocks
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    """Stores that at the end are at rest and in order."""
-    stores: list[TieredStore] = []
-    folder = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
-
-    def made(**settings) -> TieredStore:
-        stores.append(TieredStore(folder / str(len(stores)), **settings))
-        return stores[-1]
-
-    yield made
-    try:
-        for node in stores:
-            node.settle()
-            assert node.problems() == []
-            node.close()
-    finally:
-        shutil.rmtree(folder)
 
 
 class Slabs:

@@ -5,9 +5,11 @@ by `advance` only. So each interleaving can be had, and is the same again.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -407,3 +409,23 @@ def chain_keys(space: OpenNamespace, prompt: Sequence[int], part: int = 0) -> li
 def block_of(key: BlockKey, size: int, version: int = 0) -> bytes:
     """Bytes that no other key or version has."""
     return Random(key + bytes([version])).randbytes(size)
+
+
+@contextmanager
+def tiered_stores() -> Iterator[Callable[..., TieredStore]]:
+    """Makes stores that at the end are at rest and in order."""
+    stores: list[TieredStore] = []
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+
+    def made(**settings) -> TieredStore:
+        stores.append(TieredStore(folder / str(len(stores)), **settings))
+        return stores[-1]
+
+    yield made
+    try:
+        for node in stores:
+            node.settle()
+            assert node.problems() == []
+            node.close()
+    finally:
+        shutil.rmtree(folder)

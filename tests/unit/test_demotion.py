@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -14,12 +14,18 @@ from kvstore.intake import Limits
 from kvstore.types import DRAM, NVME, OBJECT, Cause, Placement
 from tests.faulty_bucket import FaultyBucket
 from tests.faulty_file import Fail, Lose
-from tests.tiered_store import DRAM_SLAB, NVME_SLAB, OWNER, TieredStore, block_of, chain_keys
+from tests.tiered_store import DRAM_SLAB, NVME_SLAB, OWNER, TieredStore, block_of, chain_keys, tiered_stores
 
 Make = Callable[..., TieredStore]
 SIZE = 1000
 SLOT = 1024  # of such a block in memory
 BOTH = frozenset({NVME, OBJECT})
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    with tiered_stores() as made:
+        yield made
 
 
 class Chain:

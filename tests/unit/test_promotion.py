@@ -1,7 +1,7 @@
 """Loads from lower tiers, interleaving by interleaving: deadlines, second reads, deletion and cancellation midway."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -12,11 +12,17 @@ from kvstore.promotion import HEDGE_LEAST_S, JOB_BLOCKS
 from kvstore.types import DRAM, NVME, OBJECT, Cause, Owner, Placement
 from tests.faulty_bucket import FaultyBucket
 from tests.faulty_file import Fail, FlipBit
-from tests.tiered_store import DRAM_SLAB, TieredStore, block_of, chain_keys
+from tests.tiered_store import DRAM_SLAB, TieredStore, block_of, chain_keys, tiered_stores
 
 Make = Callable[..., TieredStore]
 SIZE = 1000
 READS_TO_AWAY = 3
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    with tiered_stores() as made:
+        yield made
 
 
 class Chain:

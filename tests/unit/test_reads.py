@@ -1,7 +1,7 @@
 """Leases on what comes in time: who waits for what, how often it looks, and what is left when it goes."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from random import Random
 
 import pytest
@@ -10,10 +10,16 @@ from kvstore.copier import checksum
 from kvstore.errors import InvalidRequest, Rejected
 from kvstore.intake import Limits
 from kvstore.types import DRAM, NVME, Cause, Owner
-from tests.tiered_store import OWNER, TieredStore, block_of, chain_keys
+from tests.tiered_store import OWNER, TieredStore, block_of, chain_keys, tiered_stores
 
 Make = Callable[..., TieredStore]
 SIZE = 1000
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    with tiered_stores() as made:
+        yield made
 
 
 class Chain:

@@ -1,7 +1,7 @@
 """The disk's coldest slab given back whole: what moves, what is deleted or read meanwhile, and what a stop leaves."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from errno import ENOSPC, EROFS
 
 import pytest
@@ -9,11 +9,17 @@ import pytest
 from kvstore.types import DRAM, NVME, OBJECT, Cause
 from tests.faulty_bucket import FaultyBucket
 from tests.faulty_file import Fail, FlipBit
-from tests.tiered_store import TieredStore, block_of, chain_keys
+from tests.tiered_store import TieredStore, block_of, chain_keys, tiered_stores
 
 Make = Callable[..., TieredStore]
 SIZE = 1000
 PER_SLAB = 4  # such blocks
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    with tiered_stores() as made:
+        yield made
 
 
 class Slabs:

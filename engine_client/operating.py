@@ -1,10 +1,10 @@
-"""What an operator asks of a node through a blocking client: moves between tiers, pins, explanations, settings."""
+"""What is asked through a blocking client now and then: single blocks, moves between tiers, pins, settings."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from engine_client import operations
-from engine_client.steps import Link, OpenSpace, Operation
+from engine_client.steps import Link, OpenSpace, Operation, Patience
 from kvstore import wire
 from kvstore.types import BlockKey
 
@@ -17,6 +17,17 @@ class Operating(Protocol):
     def _drive(
         self, begin: Callable[[Link], Operation[Result]], within_s: float | None = None, wait_s: float = 0.0
     ) -> Result: ...
+
+    def _patience(self, wait_s: float, load_s: float | None, tokens_per_s: float) -> Patience: ...
+
+    def get_bytes(self, space: OpenSpace, key: BlockKey) -> bytes:
+        """One block as fresh bytes. Raises NotFound, Corrupt."""
+        patience = self._patience(0.0, None, 0.0)
+        return self._drive(lambda link: operations.get_bytes(link, space, key, patience))
+
+    def report(self, space: OpenSpace, keys: Sequence[BlockKey], within_s: float | None = None) -> int:
+        """These blocks were damaged here: the node looks itself, and drops those that are; how many."""
+        return self._drive(lambda _: operations.report(space, keys), within_s)
 
     def evict(self, space: OpenSpace, keys: Sequence[BlockKey] | None = None, tier: str = "") -> wire.Evicted:
         """Delete blocks, or all of the namespace; from one tier only if it is named."""

@@ -7,6 +7,7 @@ sent the outcome; the blocking and the async client drive the same generators, e
 from collections.abc import Sequence
 from typing import Any
 
+from engine_client.remote_reads import CROSSOVER_BYTES, get_by_reads
 from engine_client.steps import Call, Held, HeldOnDevice, Link, OpenSpace, Operation, Patience, Work, milliseconds
 from kvstore import wire
 from kvstore.copier import checksum, copy_bytes
@@ -79,6 +80,12 @@ def get_rest(
             return done + (yield from _get_held(link, space, keys[done:], targets[done:], patience))
         local = yield _local_get(link, space, keys[done:], targets[done:])
         done += local.blocks
+    if link.remote is not None and sum(memoryview(target).nbytes for target in targets) > CROSSOVER_BYTES:
+        views = [memoryview(target).cast("B") for target in targets]
+        here = yield from get_by_reads(link, space, keys, views, patience)
+        if here >= 0:
+            return here
+        done = -1 - here
     if done < len(keys):
         done += yield from _get_delivered(link, space, keys[done:], targets[done:], patience)
     return done

@@ -1,13 +1,16 @@
 """An async client's connection: matches replies with those who wait for them, and gives back what nobody waits for."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+import socket
+import ssl
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from engine_client.address import Address
 from engine_client.retry import REPLY_BYTES
 from engine_client.steps import Call
 from kvstore import wire
-from kvstore.errors import DeadlineExceeded, PeerLost, ProtocolError, StoreError
+from kvstore.errors import ConnectFailed, DeadlineExceeded, PeerLost, ProtocolError, StoreError
 from kvstore.transport.stream import FrameStream, sink
 
 
@@ -20,6 +23,10 @@ class Replies(FrameStream):
         self._arriving: tuple[int, Any] | None = None  # whose payload comes in, and the reply that it follows
         self._requests = 0
         self.lost: StoreError | None = None
+
+    @property
+    def is_in_use(self) -> bool:
+        return bool(self._waiting)
 
     async def ask(self, call: Call, timeout_s: float) -> Any:
         """Send and wait for the reply. Cancelled or late, it leaves nothing that could write into the targets."""
@@ -132,3 +139,23 @@ class Replies(FrameStream):
             if not future.done():
                 future.set_exception(self.lost)
                 future.exception()  # looked at: who began it may have failed, and not come back for it
+
+
+async def open_replies(address: Address, tls: ssl.SSLContext | None, timeout_s: float) -> Replies:
+    """A connection to `address`. Raises ConnectFailed."""
+    loop = asyncio.get_running_loop()
+    opening: Coroutine[Any, Any, tuple[asyncio.BaseTransport, Replies]]
+    if address.path:
+        opening = loop.create_unix_connection(Replies, address.path)
+    else:
+        opening = loop.create_connection(Replies, address.host, address.port, ssl=tls)
+    try:
+        async with asyncio.timeout(timeout_s):
+            transport, replies = await opening
+    except TimeoutError as error:
+        raise ConnectFailed(f"{address}: no connection in {timeout_s} s") from error
+    except OSError as error:
+        raise ConnectFailed(f"{address}: {error.strerror or error}") from error
+    if not address.path:
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return replies

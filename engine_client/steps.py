@@ -2,14 +2,18 @@
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore import wire
 from kvstore.errors import StaleLease
 from kvstore.prefix import Namespace, chain, part_key
 from kvstore.published import IDENT_PREFIX
 from kvstore.transport.local import SharedMemory
+from kvstore.transport.rdma.transfer import Fetch
 from kvstore.types import KEY_BYTES, BlockKey, Placement
+
+if TYPE_CHECKING:
+    from engine_client.remote import Remote
 
 NOT_OPEN = BlockKey(b"")
 
@@ -48,6 +52,19 @@ class Finish:
 
 
 @dataclass(slots=True)
+class Pull:
+    """READ blocks from the node's memory. `settled` is called once no NIC writes into their targets any more."""
+
+    fetches: Sequence[Fetch]
+    settled: Callable[[], None]
+
+
+@dataclass(slots=True)
+class Rejoin:
+    """Connect anew what of the RDMA paths failed; at most one at a time does so."""
+
+
+@dataclass(slots=True)
 class Work:
     """Something that moves or reads about `size` bytes, or may block for a moment (`size` -1)."""
 
@@ -72,7 +89,7 @@ class Patience:
 
 
 Result = TypeVar("Result")
-Step = Call | Begin | Finish | Work
+Step = Call | Begin | Finish | Work | Pull | Rejoin
 Operation = Generator[Step, Any, Result]
 
 
@@ -116,6 +133,8 @@ class Link:
     verify: bool
     lent: int = 0
     is_open: Callable[[], bool] = lambda: True  # as far as is known here
+    remote: "Remote | None" = None  # where the node's memory can be read by RDMA
+    lifeline: Callable[[], int] = lambda: -1  # descriptor of the TCP connection beside that
 
 
 @dataclass(slots=True, eq=False)

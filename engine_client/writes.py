@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from engine_client.operations import map_slabs
+from engine_client.remote_reads import CROSSOVER_BYTES, offer
 from engine_client.steps import Begin, Call, Finish, Grant, Link, OpenSpace, Operation, PutReport, Work
 from kvstore import wire
 from kvstore.copier import address_of, checksum, copy_hashed
@@ -75,10 +76,18 @@ def commit(link: Link, grant: Grant, checksums: Sequence[int] | None = None) -> 
         if checksums is None:
             size = sum(map(len, grant.slots))
             checksums = yield Work(lambda: [checksum(slot) for slot in grant.slots], size)
-        yield _commit_request(grant, checksums)
+        if not (yield from _offered(link, grant, checksums)):
+            yield _commit_request(grant, checksums)
     finally:
         grant.give_back()
     return PutReport.of(grant.placements, grant.slots)
+
+
+def _offered(link: Link, grant: Grant, checksums: Sequence[int]) -> Operation[bool]:
+    """Whether the node has READ the blocks by itself: large ones, where it can."""
+    if link.remote is None or not grant.remote or sum(map(len, grant.slots)) <= CROSSOVER_BYTES:
+        return False
+    return (yield from offer(link, grant, checksums))
 
 
 def _commit_request(grant: Grant, checksums: Sequence[int]) -> Call:
@@ -109,7 +118,7 @@ def put(
         raise InvalidRequest(f"{len(keys)} blocks in one put; this node takes {link.welcome.batch_blocks}")
     sizes = [len(source) for source in sources]
     along = PutReport()
-    if 0 < sum(sizes) <= SENT_ALONG_BYTES:
+    if 0 < sum(sizes) <= (SENT_ALONG_BYTES if link.remote is None else CROSSOVER_BYTES):
         packed = (
             pack_keys(keys),
             parent or b"",
@@ -168,6 +177,10 @@ def _put_pieces(
                 yield from _give_up(link, placing, [], None)
             if wanted:
                 checksums = yield Work(partial(_fill, grant, wanted), sum(map(len, wanted)))
+                if (yield from _offered(link, grant, checksums)):
+                    grant.give_back()
+                    grant = None
+                    continue
                 committing.append((grant, (yield Begin(_commit_request(grant, checksums)))))
             grant = None
         while committing:

@@ -8,6 +8,7 @@ import numpy as np
 from kvstore.catalogue import OpenNamespace
 from kvstore.intake import part_of
 from kvstore.prefix import chain
+from kvstore.replica import Replica
 from kvstore.store import Store
 from kvstore.types import DRAM, BlockKey, State
 
@@ -80,3 +81,17 @@ def _elsewhere(store: Store, space: OpenNamespace, ids: np.ndarray, blocks: int)
             if whereabouts(store, other, key)[0]:
                 found.setdefault(position, f"{other.names[0]!r} ({differences})")
     return found
+
+
+def listed_row(replica: Replica) -> dict[str, Any]:
+    """One block of a list, for people."""
+    return {
+        "key": replica.key.hex(),
+        "parent": replica.parent.hex() if replica.parent is not None else "",
+        "tier": str(replica.space.tier),
+        "bytes": replica.size,
+        "state": replica.state.value,
+        "checksum": f"{replica.checksum:016x}" if replica.state is State.WRITTEN else "",
+        "layers": replica.layers,
+        "holders": replica.holders,
+    }

@@ -150,6 +150,10 @@ class Puts:
         grant.receiving = True
         return [self._dram.view(replica.slot, replica.size) for replica in grant.replicas]
 
+    def receive_again(self, owner: Owner, grant_id: int) -> None:
+        """What was to be received did not come, and nothing writes into the slots: another payload may."""
+        self._holds.granted(owner, grant_id).receiving = False
+
     def _layers(self, replica: Replica) -> int:
         found = self._catalogue.of_number(replica.space.number)
         assert found is not None, "namespaces are never closed"

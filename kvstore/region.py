@@ -77,6 +77,11 @@ class Region:
             memory.close()
 
 
+def view_of(address: int, size: int) -> memoryview:
+    """Memory at an address as writable bytes; whoever has it keeps it mapped."""
+    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+
+
 def make_region(name: str, size: int, *, only_writer: bool = False) -> Region:
     """A new memfd of `size` bytes, all zeros and without pages yet.
 

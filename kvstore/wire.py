@@ -13,17 +13,19 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvstore.errors import ERRORS, ProtocolError, Rejected, StoreError
+from kvstore.message import Message as Message
 from kvstore.prefix import Namespace
+from kvstore.wire_rdma import Fetched as Fetched
+from kvstore.wire_rdma import Join as Join
+from kvstore.wire_rdma import Joined as Joined
+from kvstore.wire_rdma import Lend as Lend
+from kvstore.wire_rdma import Lent as Lent
+from kvstore.wire_rdma import Offer as Offer
+from kvstore.wire_rdma import RdmaPort as RdmaPort
 
 PROTOCOL = 1
 MAGIC = 0x314B5643  # "CVK1"
 HEADER = struct.Struct("<IIQ")
-
-
-class Message(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What every message begins with: replies carry the request's id."""
-
-    id: int
 
 
 class Hello(Message, frozen=True, tag="hello"):
@@ -35,7 +37,7 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """`ticket` lets another Unix connection fetch descriptors for this session; empty over TCP."""
+    """`ticket` lets another Unix connection fetch descriptors for this session; empty over TCP. `ports` only there."""
 
     protocol: int
     node: str
@@ -47,6 +49,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     slab_bytes: int
     batch_blocks: int
     frame_bytes: int
+    ports: tuple[RdmaPort, ...] = ()  # by which it can be reached by RDMA
 
 
 class Attach(Message, frozen=True, tag="attach"):
@@ -321,11 +324,11 @@ class Failed(Message, frozen=True, tag="failed"):
 
 Request = (
     Hello | Attach | Open | Match | Acquire | Renew | Release | Put | Progress | Commit | Abort | Report
-    | Promote | Demote | Drain | Evict | Pin | Unpin | Explain | List | Stat | SetTier | Check
+    | Promote | Demote | Drain | Evict | Pin | Unpin | Explain | List | Stat | SetTier | Check | Join | Lend | Offer
 )  # fmt: skip
 Reply = (
     Welcome | Attached | Opened | Matched | Acquired | Placed | Reported | Promoted | Demoted | Drained
-    | Evicted | Pinned | Explained | Listed | Stats | Checked | Done | Failed
+    | Evicted | Pinned | Explained | Listed | Stats | Checked | Done | Failed | Joined | Lent | Fetched
 )  # fmt: skip
 
 REQUESTS: dict[str, type[Message]] = {str(cls.__struct_config__.tag): cls for cls in Request.__args__}

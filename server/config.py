@@ -46,6 +46,13 @@ Name = Annotated[
     ),
 ]
 Listen = Annotated[str, Meta(pattern=rf"^({HOST_PORT})?\Z", extra={"expected": "host:port, or nothing"})]
+Devices = Annotated[
+    str,
+    Meta(
+        pattern=r"^[A-Za-z0-9_.-]+(:\d{1,3})?(,[A-Za-z0-9_.-]+(:\d{1,3})?)*\Z",
+        extra={"expected": "auto, off, or names of RDMA devices with commas between"},
+    ),
+]
 Mode = Annotated[str, Meta(pattern=r"^0?[0-7]{3}\Z", extra={"expected": "an octal mode like 0600"})]
 Secret = Annotated[str, Meta(pattern=r"^[!-~]*\Z", extra=A_SECRET)]
 Wish = Literal["no", "try", "require"]
@@ -172,6 +179,16 @@ class TenantSettings(msgspec.Struct, frozen=True, kw_only=True):
         return f"TenantSettings(name={self.name!r})"  # token and secret must not reach a log
 
 
+class RdmaSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """One-sided READs, for clients that come over TCP first."""
+
+    devices: Devices = "auto"  # names with commas between, as mlx5_0 or mlx5_0:1; auto: all; off
+    queue_pairs: Threads = 2  # of each path between two ports
+    slice: Bytes = 1 << 20  # larger blocks are read in pieces
+    peers: Count = 256  # connections that have queue pairs; idle ones make way
+    quarantine: Bytes = 256 << 20  # of one connection, in memory that a NIC may still write though nobody waits
+
+
 class LogSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the node writes to stderr."""
 
@@ -187,6 +204,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     copier: CopierSettings = CopierSettings()
     limits: LimitSettings = LimitSettings()
     rest: RestSettings = RestSettings()
+    rdma: RdmaSettings = RdmaSettings()
     tenants: tuple[TenantSettings, ...] = ()
     log: LogSettings = LogSettings()
 

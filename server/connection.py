@@ -14,10 +14,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvstore import wire
-from kvstore.errors import Forbidden, InvalidRequest, ProtocolError, Rejected, StoreError
+from kvstore.errors import Forbidden, InvalidRequest, ProtocolError, Rejected, StoreError, TransportError
+from kvstore.transport.rdma.channel_stream import ChannelTransport
+from kvstore.transport.rdma.verbs import VerbsError
 from kvstore.transport.stream import FrameStream, sink
 from server.lending import lent
 from server.receipt import Receipt
+from server.remote import RemoteClient
 from server.session import Answer, Session
 
 if TYPE_CHECKING:
@@ -45,7 +48,9 @@ class Connection(FrameStream):
         self._watch: asyncio.TimerHandle | None = None
         self._look: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._remote: RemoteClient | None = None
         self.client = ""
+        self.was_used = False
         self.is_stranger = True  # has not said who it is
         self.closed = asyncio.Event()
 
@@ -72,6 +77,8 @@ class Connection(FrameStream):
             task.cancel()
         if self._session is not None:
             self._session.end()
+        if self._remote is not None:
+            self._remote.close()
         self._node.disconnected(self, self._ticket)
         self.closed.set()
 
@@ -81,12 +88,15 @@ class Connection(FrameStream):
 
     def frame_received(self, body: bytes, payload_bytes: int) -> Sequence[memoryview]:
         request = wire.decode_request(body)
+        self.was_used = True
         if payload_bytes:
             return self._payload_targets(request, payload_bytes)
         if isinstance(request, wire.Attach):
             self._spawn(self._hand_over(request))
         elif self._session is None:
             self._begin(request)
+        elif isinstance(request, wire.Join):
+            self._spawn(self._join(self._session, request))
         else:
             self._answer(request, lambda session: session.handle(request))
         self._hold_back()
@@ -145,7 +155,47 @@ class Connection(FrameStream):
             self._node.config.tiers.dram.slab,
             limits.batch_blocks,
             limits.frame_bytes,
+            () if local else self._node.rdma.ports,
         )
+
+    # RDMA.
+
+    async def _join(self, session: Session, request: wire.Join) -> None:
+        """Connect queue pairs; the first time, then go on by the channel of theirs instead of TCP."""
+        try:
+            if self._remote is not None:
+                self.send(wire.encode(self._remote.peer.accept(request)))
+                return
+            if self.kind != "tcp" or request.channel is None:
+                raise InvalidRequest("a first Join comes over TCP, and has a channel")
+            peer = self._node.rdma.peer(session.tenant.name, self)
+            try:
+                joined = peer.accept(request)
+            except BaseException:
+                self._node.rdma.close_peer(peer)
+                raise
+        except VerbsError as error:
+            self._fail(request.id, TransportError(f"no queue pair: {error}"))
+        except StoreError as error:
+            self._fail(request.id, error)
+        else:
+            remote = self._remote = RemoteClient(session, self._node.rdma, peer)
+            session.comes_by_rdma(remote)
+            self.send(wire.encode(joined))
+            await self.drained()
+            channel = peer.channel
+            assert channel is not None, "a first Join has a channel"
+            try:
+                self.move_to(lambda lifeline: ChannelTransport(channel, self, lifeline, remote.close))
+            except StoreError as error:
+                self._drop(str(error))
+            remote.watch.refresh()
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is under way, and its session holds nothing."""
+        idle = self._remote is None or self._remote.is_idle
+        return idle and not self._tasks and self._session is not None and not self._session.holds_anything
 
     # Answers.
 
@@ -313,7 +363,7 @@ class Connection(FrameStream):
 
     def make_way(self) -> None:
         """Somebody else needs its place."""
-        self._drop("has not said who it is, and others wait: limits.connections")
+        self._drop("makes way for others that wait: limits.connections, rdma.peers")
 
     def close(self) -> None:
         """Listen no more, and close once what was said is sent; at once for a client that does not take it."""

@@ -16,11 +16,13 @@ from pathlib import Path
 from engine_client.address import Address
 from kvstore.catalogue import Tenant
 from kvstore.errors import ConfigError
+from kvstore.transport.rdma.verbs import Verbs
 from kvstore.types import DRAM, Owner
 from kvstore.upkeep import Upkeep
 from server.assembly import make_store
 from server.config import Config, host_port
 from server.connection import Connection
+from server.rdma import NodeRdma
 from server.rest import RestServer
 from server.session import Session
 from server.tenants import doorkeeper
@@ -31,9 +33,12 @@ FREEZE_BLOCKS, FREEZE_LOOK_S = 50_000, 0.5
 
 
 class Node:
-    """One node. `start`, then `stop`; or `serve` until a signal comes. Nothing happens before `start`."""
+    """One node. `start`, then `stop`; or `serve` until a signal comes. Nothing happens before `start`.
 
-    def __init__(self, config: Config) -> None:
+    `verbs` is another RDMA binding than the one that is found.
+    """
+
+    def __init__(self, config: Config, verbs: Verbs | None = None) -> None:
         self.config = config
         run_dir = Path(config.node.run_dir)
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -43,6 +48,8 @@ class Node:
         made = make_store(config, self.epoch, self.doorkeeper.tenants, self.crashed)
         self.store, self.recovery = made.store, made.recovery
         self.upkeep = Upkeep(self.store, made.marks, made.capacities)
+        self.rdma = NodeRdma(config.rdma, self.store.copier, verbs)
+        self.store.dram.dropping = self.rdma.dropped
         self._owners = count(1)
         self._connections: dict[Connection, None] = {}  # oldest first
         self._servers: list[asyncio.Server] = []
@@ -158,6 +165,8 @@ class Node:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # connections that were aborted end in the next turn
+        self.rdma.close()
         await self.store.aclose()
         _remove(Path(self.config.node.unix_socket))
 

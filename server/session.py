@@ -6,27 +6,28 @@ where nothing has to be waited for, else with a coroutine.
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, cast
+from typing import Any
 
 from kvstore import wire
 from kvstore.catalogue import OpenNamespace, Tenant
 from kvstore.errors import Forbidden, InvalidRequest, NotFound, ProtocolError, Rejected
-from kvstore.explain import explain
+from kvstore.explain import explain, listed_row
 from kvstore.holds import Lease
 from kvstore.intake import Placing
 from kvstore.lifting import Lifting
 from kvstore.packed import pack_u64, unpack_u64
 from kvstore.store import Store
 from kvstore.table import Replica
-from kvstore.types import HBM, NVME, OBJECT, BlockKey, Cause, Owner, State
+from kvstore.types import HBM, NVME, OBJECT, BlockKey, Cause, Owner
 from kvstore.upkeep import Upkeep
 from server.lending import lifting_of
 from server.receipt import Receipt, complete, keys_of, receive_commit, receive_put
+from server.remote import RemoteClient
 from server.stats import stats
 
 Answer = wire.Message | Awaitable[wire.Message]
 
-WRITES = (wire.Put, wire.Progress, wire.Commit, wire.Abort, wire.Demote, wire.Evict, wire.Pin, wire.Unpin)
+WRITES = (wire.Put, wire.Progress, wire.Commit, wire.Offer, wire.Abort, wire.Demote, wire.Evict, wire.Pin, wire.Unpin)
 ADMIN = (wire.SetTier, wire.Check, wire.Drain)
 MOST_WAITING = 32  # acquires of one client; more are answered at once, or its own commits could not be read
 LIST_LIMIT = 10_000
@@ -34,7 +35,7 @@ EVICT_STEP_BLOCKS = 64
 
 
 class Session:
-    """`path` names how blocks travel to this client: shared, tcp or rest; for the counters."""
+    """`path` names how blocks travel to this client: shared, tcp, rdma or rest; for the counters."""
 
     def __init__(self, store: Store, upkeep: Upkeep, tenant: Tenant, owner: Owner, path: str) -> None:
         self.store = store
@@ -66,6 +67,15 @@ class Session:
             wire.SetTier: self._set_tier,
             wire.Check: self._check,
         }
+
+    def comes_by_rdma(self, client: RemoteClient) -> None:
+        """From now on: it reads blocks itself, and lets the node read its own."""
+        self.path = "rdma"
+        self._handlers |= {wire.Lend: client.lend, wire.Offer: client.offer}
+
+    @property
+    def holds_anything(self) -> bool:
+        return bool(self.store.holds.held_by(self.owner))
 
     def handle(self, request: wire.Message) -> Answer:
         """The reply, or a coroutine that makes it. Raises what the store raises; changes nothing then."""
@@ -363,7 +373,7 @@ class Session:
                 more = True
                 break
             else:
-                rows.append(_row(replica))
+                rows.append(listed_row(replica))
         if not seen_after:
             raise NotFound(f"block {after.hex()} to list after is gone: list from the start")
         return wire.Listed(request.id, rows, more)
@@ -383,16 +393,3 @@ class Session:
 
     async def _check(self, request: wire.Check) -> wire.Message:
         return wire.Checked(request.id, await self.store.check())
-
-
-def _row(replica: Replica) -> dict[str, Any]:
-    return {
-        "key": replica.key.hex(),
-        "parent": replica.parent.hex() if replica.parent is not None else "",
-        "tier": cast(str, replica.space.tier),
-        "bytes": replica.size,
-        "state": replica.state.value,
-        "checksum": f"{replica.checksum:016x}" if replica.state is State.WRITTEN else "",
-        "layers": replica.layers,
-        "holders": replica.holders,
-    }

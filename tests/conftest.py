@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import uvloop
 
+from kvstore.transport.rdma.verbs import Verbs
 from kvstore.types import DRAM
 from server.config import load
 from server.node import Node
@@ -29,7 +30,8 @@ SETTINGS = {
 class LiveNode:
     """A node that serves from a thread of this process, with small tiers. `call` does something in its thread."""
 
-    def __init__(self, run_dir: Path, settings: dict[str, str]) -> None:
+    def __init__(self, run_dir: Path, settings: dict[str, str], verbs: Verbs | None = None) -> None:
+        self._verbs = verbs
         options = [f"--{name}={value}" for name, value in {**SETTINGS, **settings}.items()]
         self.config = load(None, {"HOME": str(run_dir)}, options)
         self._started = threading.Event()
@@ -44,7 +46,7 @@ class LiveNode:
         async def serve() -> None:
             self.loop = asyncio.get_running_loop()
             self._stop = asyncio.Event()
-            self.node = Node(self.config)
+            self.node = Node(self.config, self._verbs)
             try:
                 await self.node.start()
                 await self.node.upkeep.resized.wait()
@@ -116,8 +118,8 @@ def live_node(tmp_path: Path) -> Iterator[Callable[..., LiveNode]]:
     """Starts nodes: `live_node({"rest.body_bytes": "1MiB"})`. At the end they are checked and stopped."""
     nodes: list[LiveNode] = []
 
-    def start(settings: dict[str, str] | None = None) -> LiveNode:
-        nodes.append(LiveNode(tmp_path / str(len(nodes)), settings or {}))
+    def start(settings: dict[str, str] | None = None, verbs: Verbs | None = None) -> LiveNode:
+        nodes.append(LiveNode(tmp_path / str(len(nodes)), settings or {}, verbs))
         return nodes[-1]
 
     yield start

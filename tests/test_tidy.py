@@ -17,7 +17,7 @@ SIZED = [*PRODUCT, "bench"]
 MODULE_LINES, FUNCTION_LINES, PARAMETERS = 400, 70, 6
 
 LAYERS = [  # inside kvstore: a module imports only from lines above its own
-    {"types", "errors", "clock", "durable"},
+    {"types", "errors", "clock", "durable", "message"},
     {
         "prefix",
         "gallop",
@@ -30,6 +30,7 @@ LAYERS = [  # inside kvstore: a module imports only from lines above its own
         "bandwidth",
         "health",
         "ledger_format",
+        "wire_rdma",
     },
     {"published", "wire", "packed", "copier", "replica", "diskblock", "compression", "replay", "ledger"},
     {"evictable", "emptying", "transport", "disk_queue"},
@@ -53,6 +54,8 @@ MAY_IMPORT = {  # a package, and what it may import of the others; nobody import
             "errors",
             "prefix",
             "wire",
+            "wire_rdma",
+            "health",
             "packed",
             "transport",
             "region",
@@ -105,7 +108,12 @@ IMPURE = {
     ),
 }
 THIRD_PARTY = {  # a dependency, and the modules that know it
-    "msgspec": ["kvstore/prefix.py", "kvstore/wire.py", "server/config.py", "server/sources.py"],
+    "msgspec": [
+        *("kvstore/prefix.py", "kvstore/message.py", "kvstore/wire.py", "kvstore/wire_rdma.py"),
+        *("server/config.py", "server/sources.py"),
+    ],
+    "ibverbs": ["kvstore/transport/rdma/ibverbs_binding.py"],
+    "pyverbs": ["kvstore/transport/rdma/pyverbs_binding.py"],
     "xxhash": [
         *("kvstore/prefix.py", "kvstore/copier.py", "kvstore/diskblock.py", "kvstore/tiers/packs.py"),
         "server/rest/blocks.py",

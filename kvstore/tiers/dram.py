@@ -2,7 +2,7 @@
 
 import errno
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvstore.copier import Copier
@@ -24,6 +24,7 @@ class DramTier:
         self._prefault = prefault
         self._slabs: dict[int, tuple[Region, Backing]] = {}
         self._prepared: list[tuple[Region, Backing]] = []
+        self.dropping: Callable[[int], None] = lambda slab_id: None  # who else knows of a slab forgets it first
 
     async def prepare(self) -> None:
         """Raises ConfigError when what is required of the memory cannot be had, OSError when there is none."""
@@ -49,6 +50,7 @@ class DramTier:
         self._slabs[slab_id] = self._prepared.pop()
 
     def drop_slab(self, slab_id: int) -> None:
+        self.dropping(slab_id)
         region, _ = self._slabs.pop(slab_id)
         region.punch()  # clients may have it mapped for long: its pages go now
         region.close()

@@ -1,4 +1,4 @@
-"""Frames over a blocking socket (Unix, TCP or TLS), payloads received in place."""
+"""Frames over a blocking socket (Unix, TCP, TLS, or what behaves like one), payloads received in place."""
 
 import select
 import socket
@@ -9,6 +9,7 @@ from typing import Any
 
 from kvstore import wire
 from kvstore.errors import PeerLost, ProtocolError
+from kvstore.transport.rdma.channel_socket import ChannelSocket
 
 SMALL_BYTES = 4096  # frames up to this size are received together
 SPIN_S = 150e-6  # to be woken up costs 20 to 50 us, and most answers come sooner
@@ -18,8 +19,9 @@ BUFFERS = 512  # handed to the kernel at once; it takes 1024
 class FrameSocket:
     """`deadline` is on time.monotonic. After any error the stream is of no more use: close it."""
 
-    def __init__(self, stream: socket.socket, frame_bytes: int) -> None:
+    def __init__(self, stream: socket.socket | ChannelSocket, frame_bytes: int) -> None:
         self._stream = stream
+        self._spins = type(stream) is socket.socket  # neither TLS nor a NIC can be asked so cheaply
         self._frame_bytes = frame_bytes
         self._small = bytearray(SMALL_BYTES)
         self._start = self._end = 0  # of what is received in `_small` and not taken yet
@@ -29,6 +31,9 @@ class FrameSocket:
 
     def close(self) -> None:
         self._stream.close()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
 
     def is_open(self) -> bool:
         """Whether the other end has not hung up, as far as is known here. From any thread; takes no time."""
@@ -113,7 +118,7 @@ class FrameSocket:
             here += self._receive_into(target[here:], deadline)
 
     def _receive_into(self, target: memoryview, deadline: float) -> int:
-        received = self._spin(target)
+        received = self._spin(target) if self._spins else -1
         if received < 0:
             self._stream.settimeout(left_s(deadline))
             received = self._stream.recv_into(target)
@@ -123,8 +128,6 @@ class FrameSocket:
 
     def _spin(self, target: memoryview) -> int:
         """Look for an answer for a moment without going to sleep; bytes received, -1 for none."""
-        if isinstance(self._stream, ssl.SSLSocket):
-            return -1
         self._stream.settimeout(0)
         until = time.monotonic() + SPIN_S
         while True:

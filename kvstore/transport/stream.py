@@ -6,10 +6,10 @@ frame and where its payload goes; payload bytes are never gathered first.
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
-from kvstore.errors import ProtocolError
+from kvstore.errors import PeerLost, ProtocolError
 from kvstore.wire import HEADER, Frame, parse_header
 
 RECEIVE_BYTES = 64 << 10
@@ -70,6 +70,20 @@ class FrameStream(asyncio.BufferedProtocol, ABC):
     @property
     def is_draining(self) -> bool:
         return self._drained is not None
+
+    def move_to(self, move: Callable[[asyncio.Transport], asyncio.Transport]) -> None:
+        """Go on over another transport, which `move` makes of the one so far, and which owns that one from then on.
+
+        Nothing has changed after ProtocolError: part of a frame has come, or what was sent is not out yet (wait for
+        `drained`); nor after PeerLost: there is no connection any more.
+        """
+        if self._transport is None or self._transport.is_closing():
+            raise PeerLost("the connection ended before it could be moved")
+        if self._frame is not None or self._targets or (self._filled and not self._is_parsing) or self.is_draining:
+            raise ProtocolError("a connection cannot be moved in the middle of a frame")
+        self._transport = move(self._transport)
+        if self._is_held:
+            self._transport.pause_reading()
 
     # asyncio's side.
 

@@ -22,6 +22,8 @@ SUITES = {
         *("unit/test_promotion.py", "unit/test_demotion.py", "unit/test_reclaim.py"),
     ],
     "published": ["model/test_published_model.py"],
+    "channel": ["unit/test_channel.py", "unit/test_channel_stream.py", "unit/test_channel_socket.py"],
+    "channel model": ["model/test_channel_model.py"],
 }
 OPTIONS = ["-q", "-x", "--tb=line", "--assert=plain", "-p", "no:cacheprovider", "--noconftest", "--rootdir", "."]
 

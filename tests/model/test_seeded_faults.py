@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.model import faults, published_faults, tier_faults
+from tests.model import channel_faults, faults, published_faults, tier_faults
 from tests.model.faults import Fault
 
 FAULTS = {
@@ -20,6 +20,8 @@ FAULTS = {
     "store model": tier_faults.STORE_FAULTS,
     "loads and stores": tier_faults.FAULTS,
     "published": published_faults.FAULTS,
+    "channel": channel_faults.FAULTS,
+    "channel model": channel_faults.MODEL_FAULTS,
 }
 Outcomes = Callable[[str], dict[str, tuple[int, str]]]
 REPO = Path(__file__).parents[2]

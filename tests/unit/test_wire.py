@@ -48,6 +48,8 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         Namespace: st.sampled_from(NAMESPACES),
         NoneType: st.none(),
     }
+    if hint not in plain:  # a struct in a message
+        return st.builds(hint, **{field.name: values(field.type) for field in msgspec.structs.fields(hint)})
     return plain[hint]
 
 

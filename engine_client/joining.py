@@ -5,7 +5,7 @@ import time
 from engine_client.remote import Rdma, Remote
 from engine_client.steps import Call, Link, Operation
 from kvstore import wire
-from kvstore.errors import ConnectFailed, StoreError, TransportError
+from kvstore.errors import ConnectFailed, DeadlineExceeded, PeerLost, ProtocolError, StoreError
 from kvstore.transport.rdma.verbs import VerbsError
 
 
@@ -31,9 +31,9 @@ def join(link: Link, rdma: Rdma, *, is_forced: bool) -> Operation[Remote | None]
     except (StoreError, VerbsError) as error:
         peer.close()
         rdma.health.failed(str(error), time.monotonic())
-        if has_moved or is_forced:
+        if has_moved or is_forced or isinstance(error, PeerLost | ProtocolError):
             raise ConnectFailed(f"no RDMA connection: {error}") from error
-        if isinstance(error, TransportError) and not isinstance(error, ConnectFailed):
+        if isinstance(error, DeadlineExceeded):
             raise
         return None
     except BaseException:

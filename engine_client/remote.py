@@ -11,6 +11,7 @@ from kvstore.health import Health
 from kvstore.transport.rdma.memory import Memory, MemoryMap, Staging
 from kvstore.transport.rdma.nic import Options, open_nics
 from kvstore.transport.rdma.peer import Peer
+from kvstore.transport.rdma.topology import has_devices
 from kvstore.transport.rdma.verbs import Access, Domain, Verbs, VerbsError, load_verbs
 from kvstore.wire_rdma import RdmaPort
 
@@ -123,6 +124,8 @@ def rdma_for(transport: str, address: Any, options: Options, verbs: Verbs | None
     if (transport == "local") != bool(address.path) and transport != "auto":
         raise ConfigError(f"transport {transport!r} does not go to {address}")
     if address.path or transport == "tcp" or (transport == "auto" and address.tls):
+        return None
+    if transport == "auto" and verbs is None and not has_devices():
         return None
     try:
         return Rdma(options, verbs)

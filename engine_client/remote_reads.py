@@ -17,7 +17,8 @@ from kvstore.transport.rdma.transfer import Fetch
 from kvstore.transport.rdma.verbs import VerbsError
 from kvstore.types import BlockKey
 
-CROSSOVER_BYTES = 128 << 10  # up to here the bytes come with the answer, which saves a READ and a release
+CROSSOVER_BYTES = 16 << 10  # up to here the bytes come with the answer, which is as quick as a READ and a release
+ALONG_BYTES = 64 << 10  # up to here the bytes of a put go along with it: an offer is one round trip more
 LEASE_S = 60.0
 MOST_TRIES = 3
 
@@ -126,7 +127,9 @@ def _get_some(
             if place is None:
                 break
             address, memory = place
-            fetches.append(Fetch(address, memory.lkeys, slab.address + offset, slab.rkeys, len(target)))
+            fetches.append(
+                Fetch(address, memory.lkeys, slab.address + offset, slab.rkeys, len(target), memory.numa_node)
+            )
         if not fetches:
             return 0, True
         landing.begin()
@@ -222,6 +225,7 @@ def offer(link: Link, grant: Grant, checksums: Sequence[int]) -> Operation[bool]
             except PeerLost:
                 if not link.is_open():
                     raise
+                remote.broke_there(range(len(remote.peer.paths.paths)))  # no path was up there
                 yield Rejoin()
             else:
                 remote.broke_there(reply.broken)

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from engine_client.operations import map_slabs
-from engine_client.remote_reads import CROSSOVER_BYTES, offer
+from engine_client.remote_reads import ALONG_BYTES, offer
 from engine_client.steps import Begin, Call, Finish, Grant, Link, OpenSpace, Operation, PutReport, Work
 from kvstore import wire
 from kvstore.copier import address_of, checksum, copy_hashed
@@ -85,7 +85,7 @@ def commit(link: Link, grant: Grant, checksums: Sequence[int] | None = None) -> 
 
 def _offered(link: Link, grant: Grant, checksums: Sequence[int]) -> Operation[bool]:
     """Whether the node has READ the blocks by itself: large ones, where it can."""
-    if link.remote is None or not grant.remote or sum(map(len, grant.slots)) <= CROSSOVER_BYTES:
+    if link.remote is None or not grant.remote or sum(map(len, grant.slots)) <= ALONG_BYTES:
         return False
     return (yield from offer(link, grant, checksums))
 
@@ -118,7 +118,7 @@ def put(
         raise InvalidRequest(f"{len(keys)} blocks in one put; this node takes {link.welcome.batch_blocks}")
     sizes = [len(source) for source in sources]
     along = PutReport()
-    if 0 < sum(sizes) <= (SENT_ALONG_BYTES if link.remote is None else CROSSOVER_BYTES):
+    if 0 < sum(sizes) <= (SENT_ALONG_BYTES if link.remote is None else ALONG_BYTES):
         packed = (
             pack_keys(keys),
             parent or b"",

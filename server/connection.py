@@ -77,8 +77,7 @@ class Connection(FrameStream):
             task.cancel()
         if self._session is not None:
             self._session.end()
-        if self._remote is not None:
-            self._remote.close()
+        self.end_rdma()
         self._node.disconnected(self, self._ticket)
         self.closed.set()
 
@@ -165,6 +164,7 @@ class Connection(FrameStream):
         try:
             if self._remote is not None:
                 self.send(wire.encode(self._remote.peer.accept(request)))
+                self._remote.watch.refresh()
                 return
             if self.kind != "tcp" or request.channel is None:
                 raise InvalidRequest("a first Join comes over TCP, and has a channel")
@@ -364,6 +364,12 @@ class Connection(FrameStream):
     def make_way(self) -> None:
         """Somebody else needs its place."""
         self._drop("makes way for others that wait: limits.connections, rdma.peers")
+        self.end_rdma()
+
+    def end_rdma(self) -> None:
+        """No NIC touches memory for it any more. Idempotent."""
+        if self._remote is not None:
+            self._remote.close()
 
     def close(self) -> None:
         """Listen no more, and close once what was said is sent; at once for a client that does not take it."""

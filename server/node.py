@@ -165,7 +165,8 @@ class Node:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # connections that were aborted end in the next turn
+        for connection in list(self._connections):  # those that did not end in time
+            connection.end_rdma()
         self.rdma.close()
         await self.store.aclose()
         _remove(Path(self.config.node.unix_socket))

@@ -11,6 +11,7 @@ from kvstore.region import Region
 from kvstore.transport.rdma.memory import Memory
 from kvstore.transport.rdma.nic import Opened, Options, open_nics
 from kvstore.transport.rdma.peer import Peer
+from kvstore.transport.rdma.topology import has_devices
 from kvstore.transport.rdma.verbs import Access, Domain, Verbs, VerbsError, load_verbs
 from kvstore.wire_rdma import RdmaPort
 from server.config import RdmaSettings
@@ -41,7 +42,7 @@ class Guest(Protocol):
         """Nothing is on its way, and its session holds nothing."""
 
     def make_way(self) -> None:
-        """Hang up; the client connects again when it needs to."""
+        """Hang up, and close its peer; the client connects again when it needs to."""
 
 
 class NodeRdma:
@@ -61,6 +62,9 @@ class NodeRdma:
         self._domains: dict[str, list[Domain]] = {}
         self._slabs: dict[int, Memory] = {}
         if settings.devices == OFF:
+            return
+        if settings.devices == AUTO and verbs is None and not has_devices():
+            self._opened.reasons[:] = ["this host has no RDMA device"]
             return
         try:
             verbs = verbs or load_verbs()
@@ -102,7 +106,6 @@ class NodeRdma:
             self.peers[peer] = self.peers.pop(peer)
             if not guest.was_used and guest.is_idle:
                 guest.make_way()
-                self.close_peer(peer)
                 return True
             guest.was_used = False
         return False
@@ -121,12 +124,18 @@ class NodeRdma:
             return known
         access, domains = Access.LOCAL_WRITE | Access.REMOTE_READ, self._domains_of(tenant)
         view = region.view(0, region.size)  # it stays mapped while it is pinned
+        made: list[Memory] = []
         try:
-            memory = await self._copier.run(lambda: Memory(domains, region.address, region.size, access))
+            await self._copier.run(lambda: made.append(Memory(domains, region.address, region.size, access)))
         except VerbsError as error:
             raise Rejected(f"slab {slab_id} cannot be registered: {error}") from error
+        except BaseException:  # whoever asked went meanwhile
+            for memory in made:
+                memory.close()
+            raise
         finally:
             view.release()
+        (memory,) = made
         known = self._slabs.get(slab_id)
         if known is not None or region.fd < 0:
             memory.close()

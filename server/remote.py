@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvstore.errors import InvalidRequest, TransportError
+from kvstore.errors import InvalidRequest, PeerLost
 from kvstore.packed import pack_u64, unpack_u64
 from kvstore.replica import Replica
 from kvstore.transport.rdma.memory import Memory
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from server.session import Session
 
 MOST_LENT = 4096  # slabs in one request
+MOST_KEY = (1 << 32) - 1
+MOST_ADDRESS = (1 << 63) - 1  # with what is added to it for slices, it stays in 64 bits
 
 
 class RemoteClient:
@@ -63,12 +65,14 @@ class RemoteClient:
         """READ the blocks of a grant from the client's memory, verify, commit. The slots are held until no NIC writes
         into them, whatever becomes of the grant, the client or this call.
 
-        TransportError when they did not come, and may be offered again.
+        PeerLost when they did not come, and may be offered again.
         """
         session = self._session
         store, owner = session.store, session.owner
         checksums, addresses, rkeys = map(unpack_u64, (request.checksums, request.addresses, request.rkeys))
         ports = self.peer.other_ports
+        if any(rkey > MOST_KEY for rkey in rkeys) or any(address > MOST_ADDRESS for address in addresses):
+            raise InvalidRequest("no memory has such keys or addresses")
         if len(addresses) != len(checksums) or len(rkeys) != ports * len(addresses):
             raise InvalidRequest(f"{len(addresses)} addresses and {len(rkeys)} keys of {len(checksums)} blocks")
         slots = store.puts.receive(owner, request.grant_id, len(checksums))
@@ -87,7 +91,7 @@ class RemoteClient:
             await pull(self.watch, self.peer.paths, fetches, slice_bytes=self._rdma.options.slice_bytes,
                        timeout_s=store.limits.put_timeout_s, settled=lambda: self._let_go(replicas))  # fmt: skip
             found = await store.copier.checksums(slots)
-        except TransportError:
+        except PeerLost:  # by now no NIC writes into the slots; after others one may, and they are given up
             store.puts.receive_again(owner, request.grant_id)
             raise
         except BaseException:
@@ -95,13 +99,14 @@ class RemoteClient:
             raise
         store.puts.commit_verified(owner, request.grant_id, checksums, found, session.path)
         session.upkeep.room_was_taken()
-        return Fetched(request.id, tuple(self.peer.paths.broken()))
+        down = (number for number, path in enumerate(self.peer.paths.paths) if not path.is_up)
+        return Fetched(request.id, tuple(down))
 
     async def _fetch(self, replica: Replica, address: int, rkeys: Sequence[int]) -> Fetch:
         slab_id = replica.slot.slab_id
         store = self._session.store
         memory = await self._rdma.memory(self._session.tenant.name, slab_id, store.dram.region(slab_id))
-        return Fetch(memory.address + replica.slot.offset, memory.lkeys, address, rkeys, replica.size)
+        return Fetch(memory.address + replica.slot.offset, memory.lkeys, address, rkeys, replica.size, memory.numa_node)
 
     def _let_go(self, replicas: Sequence[Replica]) -> None:
         for replica in replicas:

@@ -332,6 +332,7 @@ class SoftQueuePair:
         self.sq_psn = self.rq_psn = -1  # of the next request, and of the next that is expected
         self._state = "RESET"
         self._limits = limits
+        self._capacity = limits.sends + limits.receives + 1
         self._timers = Timers()
         self._fabric = domain.fabric
         self.turn = domain.fabric.turn
@@ -392,12 +393,13 @@ class SoftQueuePair:
 
     def post_reads(self, reads: Sequence[Read]) -> None:
         with self.turn:
-            room = self._room(len(reads))
-            self.posted.extend(reads if room >= len(reads) else reads[:room])
-            self._placed += min(room, len(reads))
+            count = len(reads)
+            room = self._room(count)
+            self.posted.extend(reads if room >= count else reads[:room])
+            self._placed += count if room >= count else room
             self._go()
-            if room < len(reads):
-                raise VerbsError(errno.ENOMEM, f"{room} of {len(reads)} READs were posted")
+            if room < count:
+                raise VerbsError(errno.ENOMEM, f"{room} of {count} READs were posted")
 
     @exclusive
     def post_send(self, send: Send) -> None:
@@ -440,7 +442,7 @@ class SoftQueuePair:
                 raise ValueError("poll for one and more")
             found = []
             completions = self.completions
-            for _ in range(min(limit, len(completions))):
+            while completions and len(found) < limit:
                 completion, place = completions.popleft()
                 if place >= self._freed:
                     self._freed = place + 1
@@ -537,7 +539,7 @@ class SoftQueuePair:
                     return False
         other = self.peer()
         request = self.posted[0]
-        is_read = type(request) is Read
+        is_read = request.__class__ is Read
         if other is None or self._state != "RTS" or not (is_read or other.receives):
             return False
         place = self._placed - len(self.posted)  # what is posted is [place, placed)
@@ -652,7 +654,7 @@ class SoftQueuePair:
 
     def _complete(self, completion: Completion, place: int) -> None:
         self.completions.append((completion, place))
-        assert len(self.completions) <= self._limits.sends + self._limits.receives + 1, "a completion queue overflowed"
+        assert len(self.completions) <= self._capacity, "a completion queue overflowed"
         if self._is_armed:
             self._is_armed = False
             os.eventfd_write(self.fd, 1)

@@ -205,7 +205,7 @@ class VerbsContract:
         done = completions(ends.one, 3)
         assert status(done[0]) in ("REM_ACCESS_ERR", "REM_INV_REQ_ERR")
         assert [other.status for other in done[1:]] == [FLUSHED, FLUSHED]
-        assert ends.one.state() == "ERR"
+        assert (ends.one.state(), ends.other.state()) == ("ERR", "ERR")
 
     def test_after_an_error_both_ends_are_reset_and_connected_anew(self, ends: Ends, stack: ExitStack) -> None:
         source, target = self.place(ends.domain, stack), self.place(ends.domain, stack)
@@ -249,7 +249,9 @@ class VerbsContract:
 
     def test_a_queue_pair_does_not_reach_the_memory_of_another_domain(self, ends: Ends, stack: ExitStack) -> None:
         target = self.place(ends.domain, stack)
-        source = self.place(self.another_domain(ends.context, stack), stack)
+        another = self.another_domain(ends.context, stack)
+        self.pair(another, stack)
+        source = self.place(another, stack)
         read = Read(1, target.address, target.region.lkey, 64, source.address, source.region.rkey, True)
         ends.one.post_reads([read])
         (done,) = completions(ends.one, 1)
@@ -319,8 +321,9 @@ class VerbsContract:
         here, there = self.place(ends.domain, stack), self.place(ends.domain, stack)
         ends.other.post_receive(Receive(1, there.address, there.region.lkey, 64))
         ends.one.post_send(Send(2, here.address, here.region.lkey, 65, True, False))
-        assert status(completions(ends.one, 1)[0]) == "REM_INV_REQ_ERR"
-        assert status(completions(ends.other, 1)[0]) == "LOC_LEN_ERR"
+        assert status(completions(ends.one, 1)[0]) in ("REM_INV_REQ_ERR", "REM_OP_ERR")  # the second by Soft-RoCE
+        assert status(completions(ends.other, 1)[0]) in ("LOC_LEN_ERR", "LOC_QP_OP_ERR")
+        assert there.bytes(65) == bytes(65)
 
     def test_a_message_that_nobody_receives_is_given_up(
         self, ends: Ends, stack: ExitStack, give_up: Callable[[], None]
@@ -350,8 +353,7 @@ class VerbsContract:
         ends.other.reset()
         read = Read(1, place.address, place.region.lkey, 64, place.address + 64, place.region.rkey, True)
         with pytest.raises(VerbsError):
-            for _ in range(16 * LIMITS.sends):
-                ends.one.post_reads([read])
+            ends.one.post_reads([read] * (16 * LIMITS.sends))
         ends.one.reset()
 
     def test_what_is_posted_to_a_pair_that_fails_is_flushed(self, ends: Ends, stack: ExitStack) -> None:

@@ -95,9 +95,10 @@ class TestSoftVerbs(VerbsContract):
 
     def test_a_completion_queue_that_overflows_is_told(self, ends: Ends) -> None:
         assert isinstance(ends.one, SoftQueuePair)
+        for _ in range(LIMITS.sends + LIMITS.receives + 1):
+            ends.one.inject(Completion(1, SUCCESS, False, 0))
         with pytest.raises(AssertionError, match="overflowed"):
-            for _ in range(LIMITS.sends + LIMITS.receives + 2):
-                ends.one.inject(Completion(1, SUCCESS, False, 0))
+            ends.one.inject(Completion(1, SUCCESS, False, 0))
 
     def test_the_two_keys_of_memory_are_not_each_others(self, ends: Ends, place_here: Place) -> None:
         region = place_here.region
@@ -112,6 +113,21 @@ class TestSoftVerbs(VerbsContract):
         ends.one.post_send(send_of(place_here))
         assert (names(ends.one.poll(2)), names(ends.other.poll(2))) == (["REM_OP_ERR"], ["LOC_PROT_ERR"])
         assert there.bytes(64) == bytes(64)
+
+    def test_a_message_into_memory_beyond_the_end_of_a_region_fails_at_both_ends(
+        self, ends: Ends, place_here: Place
+    ) -> None:
+        end = place_here.address + len(place_here.map)
+        ends.other.post_receive(Receive(2, end - 32, place_here.region.lkey, 64))
+        ends.one.post_send(send_of(place_here)._replace(size=32))
+        assert (names(ends.one.poll(2)), names(ends.other.poll(2))) == (["REM_OP_ERR"], ["LOC_PROT_ERR"])
+
+    def test_a_message_longer_than_its_receive_is_told_as_the_standard_has_it(
+        self, ends: Ends, place_here: Place
+    ) -> None:
+        ends.other.post_receive(Receive(2, place_here.address, place_here.region.lkey, 63))
+        ends.one.post_send(send_of(place_here))
+        assert (names(ends.one.poll(2)), names(ends.other.poll(2))) == (["REM_INV_REQ_ERR"], ["LOC_LEN_ERR"])
 
     def test_a_message_from_memory_by_a_wrong_key_fails_here_and_takes_no_receive(
         self, ends: Ends, place_here: Place
@@ -238,6 +254,22 @@ class TestSoftVerbs(VerbsContract):
         read = read_of(place_here)._replace(remote_address=source.address, rkey=source.region.rkey)
         ends.one.post_reads([read] * 3)
         assert names(ends.one.poll(8)) == ["SUCCESS", "REM_ACCESS_ERR", "WR_FLUSH_ERR"]
+
+    def test_what_a_reset_dropped_is_not_carried_out_once_it_is_connected_anew(
+        self, ends: Ends, place_here: Place, fabric: SoftFabric
+    ) -> None:
+        fabric.pause()
+        ends.one.post_reads([read_of(place_here)])
+        ends.other.post_receive(Receive(2, place_here.address, place_here.region.lkey, 64))
+        for pair in (ends.one, ends.other):
+            pair.reset()
+        connect(ends.context, ends.one, ends.other)
+        fabric.resume()
+        assert ends.one.poll(4) == []
+        assert place_here.bytes(64) == bytes(64)
+        ends.one.post_send(send_of(place_here))
+        fabric.expire()
+        assert names(ends.one.poll(4)) == ["RNR_RETRY_EXC_ERR"]
 
     @pytest.mark.parametrize("sloppy", [False, True])
     def test_after_a_reset_memory_is_quiet_but_for_a_sloppy_nic(

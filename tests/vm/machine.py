@@ -12,7 +12,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -173,28 +172,37 @@ def run(command: list[str], out: Path, timeout_s: float, *, show: bool = False) 
         job = Path(temporary)
         _write_job(job, command)
         with open(job / "output", "wb") as output:
-            streams = {"stdin": subprocess.DEVNULL, "stdout": None if show else output, "stderr": subprocess.STDOUT}
-            guest = subprocess.Popen(_qemu(kernel, job), **streams, start_new_session=True)
+            guest = subprocess.Popen(
+                _qemu(kernel, job),
+                stdin=subprocess.DEVNULL,
+                stdout=None if show else output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             try:
                 status = _wait(guest, job / "rc", started + timeout_s)
             finally:
-                os.killpg(guest.pid, signal.SIGKILL)
+                guest.kill()  # does nothing to one that has ended by itself
                 guest.wait()
         shutil.copytree(job / "out", out, dirs_exist_ok=True)
-        texts = [_text(job / name) for name in ("output", "console")]
-    return Outcome(status, *texts, time.monotonic() - started)
+        output_text, console = _text(job / "output"), _text(job / "console")
+    return Outcome(status, output_text, console, time.monotonic() - started)
 
 
 def _text(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
+def pyverbs_fits() -> bool:
+    """Whether the distribution's pyverbs is here and of this Python."""
+    return any(PYVERBS.glob(f"device.cpython-{sys.version_info.major}{sys.version_info.minor}-*.so"))
+
+
 def _write_job(job: Path, command: list[str]) -> None:
     """Pyverbs is on the path where it is of this Python: the distribution's other packages are not."""
     (job / "out").mkdir()
     (job / "site").mkdir()
-    tag = f"cpython-{sys.version_info.major}{sys.version_info.minor}-"
-    if any(PYVERBS.glob(f"device.{tag}*.so")):
+    if pyverbs_fits():
         (job / "site/pyverbs").symlink_to(PYVERBS)
     settings = {
         "PATH": os.environ["PATH"],
@@ -247,15 +255,15 @@ def main() -> int:
     parser.add_argument("verb", choices=("build", "run"))
     parser.add_argument("--timeout", type=float, default=240)
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir(), "cairn-vm-out"))
-    parser.add_argument("command", nargs="*")
-    given = parser.parse_args()
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    given, command = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
     if lack := missing():
         print(lack, file=sys.stderr)
         return ABSENT
     if given.verb == "build":
         print(build())
         return 0
-    outcome = run(given.command, given.out, given.timeout, show=True)
+    outcome = run(command, given.out, given.timeout, show=True)
     if outcome.status >= DIED:
         print(outcome.console[-4000:], file=sys.stderr)
     print(f"status {outcome.status} after {outcome.seconds:.1f} s", file=sys.stderr)

@@ -30,15 +30,19 @@ STATES: dict[int, str] = {int(state): state.name for state in ib.QPState}
 QP_STATE, RESET, ERR = int(ib.QPAttrMask.STATE), int(ib.QPState.RESET), int(ib.QPState.ERR)
 HOP_LIMIT = 64
 Work, Element = ib.SendWR, ib.SGE
+ERRORS = (ib.VerbsError, OSError, ValueError, OverflowError)
 
 
 @contextmanager
 def translated(what: str) -> Iterator[None]:
     try:
         yield
-    except (ib.VerbsError, OSError, ValueError) as error:
-        number = getattr(error, "errno", None) or errno.EIO
-        raise VerbsError(number, f"{what}: {error}") from error
+    except ERRORS as error:
+        raise VerbsError(_number(error), f"{what}: {error}") from error
+
+
+def _number(error: Exception) -> int:
+    return getattr(error, "errno", None) or errno.EIO
 
 
 class IbVerbs:
@@ -48,9 +52,9 @@ class IbVerbs:
         try:
             return [_text(device.name) for device in ib.get_device_list()]
         except (ib.VerbsError, OSError) as error:
-            if getattr(error, "errno", None) in NO_RDMA:
+            if _number(error) in NO_RDMA:
                 return []
-            raise VerbsError(getattr(error, "errno", None) or errno.EIO, f"no list of devices: {error}") from error
+            raise VerbsError(_number(error), f"no list of devices: {error}") from error
 
     def open(self, device: str) -> "IbContext":
         with translated(f"cannot open {device}"):
@@ -87,10 +91,10 @@ class IbContext:
             return IbDomain(self, self.handle.alloc_pd())
 
     def close(self) -> None:
-        handle, self.handle = self.handle, None
-        if handle is not None:
+        if self.handle is not None:
             with translated(f"{self.device}: cannot be closed"):
-                handle.close()
+                self.handle.close()
+            self.handle = None
 
 
 class IbDomain:
@@ -99,8 +103,8 @@ class IbDomain:
         self.pd: Any = pd
 
     def register(self, address: int, size: int, access: Access) -> "IbRegion":
-        if size <= 0:
-            raise VerbsError(errno.EINVAL, f"a region of {size} bytes")
+        if address <= 0 or size <= 0:
+            raise VerbsError(errno.EINVAL, f"a region of {size} bytes at {address}")
         with translated(f"{self.context.device}: cannot register {size} bytes"):
             return IbRegion(self.pd.reg_mr(address, size, int(access)))
 
@@ -113,10 +117,10 @@ class IbDomain:
             return IbQueuePair(self.context.handle, self.pd, limits)
 
     def close(self) -> None:
-        pd, self.pd = self.pd, None
-        if pd is not None:
+        if self.pd is not None:
             with translated(f"{self.context.device}: a protection domain cannot be closed"):
-                pd.close()
+                self.pd.close()
+            self.pd = None
 
 
 class IbRegion:
@@ -125,10 +129,10 @@ class IbRegion:
         self.lkey, self.rkey = int(region.lkey), int(region.rkey)
 
     def close(self) -> None:
-        region, self._region = self._region, None
-        if region is not None:
+        if self._region is not None:
             with translated("memory cannot be taken back from the NIC"):
-                region.close()
+                self._region.close()
+            self._region = None
 
 
 class IbQueuePair:
@@ -137,7 +141,17 @@ class IbQueuePair:
         self.fd = int(self._channel.fd)
         os.set_blocking(self.fd, False)
         self._cq: Any = context.create_cq(limits.sends + limits.receives + 1, self._channel)
-        init = ib.QPInitAttr(
+        self._qp: Any
+        try:
+            self._qp = self._create(pd, limits)
+        except ERRORS:  # some devices refuse to make one that is asked for more inline than they have
+            self._qp = self._create(pd, limits._replace(inline_bytes=0))
+        self.number = int(self._qp.qp_num)
+        self.inline_bytes = min(limits.inline_bytes, int(self._qp.query()[1].max_inline_data))
+        self._state = "RESET"
+
+    def _create(self, pd: Any, limits: QueueLimits) -> Any:
+        wanted = ib.QPInitAttr(
             send_cq=self._cq,
             recv_cq=self._cq,
             qp_type=ib.QPType.RC,
@@ -148,11 +162,7 @@ class IbQueuePair:
             max_inline_data=limits.inline_bytes,
             sq_sig_all=False,
         )
-        self._qp: Any = pd.create_qp(init)
-        self.number = int(self._qp.qp_num)
-        self.inline_bytes = limits.inline_bytes
-        self._state = "RESET"
-        self._is_closed = False
+        return pd.create_qp(wanted)
 
     def prepare(self, port: int) -> None:
         if self._state != "RESET":
@@ -168,8 +178,9 @@ class IbQueuePair:
             self.prepare(own.port)
         timers = own.timers
         mtu = (own.mtu_bytes // 128).bit_length() - 1
-        theirs = ib.QPInfo(remote.number, remote.psn, remote.lid, remote.gid, own.port, mtu)
         with translated(f"cannot connect to queue pair {remote.number}"):
+            theirs = ib.QPInfo(remote.number, remote.psn, remote.lid, remote.gid, own.port, mtu)
+            self._state = "RTR"  # unless RTS follows, it is reset first
             self._qp.to_rtr(theirs, own.gid_number, mtu=mtu, hop_limit=HOP_LIMIT, min_rnr_timer=timers.min_rnr_timer,
                             max_dest_rd_atomic=timers.reads, traffic_class=own.traffic_class)  # fmt: skip
             self._qp.to_rts(own.psn, timeout=timers.timeout, retry_cnt=timers.retries,
@@ -191,14 +202,15 @@ class IbQueuePair:
             return STATES[int(self._qp.query()[0]["qp_state"])]
 
     def post_reads(self, reads: Sequence[Read]) -> None:
-        work = [
-            Work(wr_id, [Element(address, size, lkey)], READ, SIGNALED if signaled else 0, remote_address, rkey)
-            for wr_id, address, lkey, size, remote_address, rkey, signaled in reads
-        ]
         try:
-            self._qp.post_send(work)
-        except (ib.VerbsError, OSError) as error:
-            raise VerbsError(getattr(error, "errno", None) or errno.EIO, f"READs were not posted: {error}") from error
+            self._qp.post_send(
+                [
+                    Work(wr_id, [Element(address, size, lkey)], READ, SIGNALED if signaled else 0, remote_address, rkey)
+                    for wr_id, address, lkey, size, remote_address, rkey, signaled in reads
+                ]
+            )
+        except ERRORS as error:
+            raise VerbsError(_number(error), f"READs were not posted: {error}") from error
 
     def post_send(self, send: Send) -> None:
         flags = (SIGNALED if send.signaled else 0) | (INLINE if send.inline else 0)
@@ -212,30 +224,32 @@ class IbQueuePair:
     def arm(self) -> None:
         events = 0
         try:
-            while True:
-                self._channel.get_cq_event()
-                events += 1
-        except (ib.VerbsError, OSError):  # EAGAIN: there is no other
-            pass
+            try:
+                while True:
+                    self._channel.get_cq_event()
+                    events += 1
+            finally:
+                if events:
+                    self._cq.ack_events(events)
+        except ERRORS as error:
+            if _number(error) != errno.EAGAIN:  # that: there is no other
+                raise VerbsError(_number(error), f"its channel: {error}") from error
         with translated("its completion queue"):
-            if events:
-                self._cq.ack_events(events)
             self._cq.req_notify()
 
     def poll(self, limit: int) -> list[Completion]:
         try:
             found = self._cq.poll(limit)
-        except (ib.VerbsError, OSError) as error:
-            raise VerbsError(getattr(error, "errno", None) or errno.EIO, f"completions: {error}") from error
+        except ERRORS as error:
+            raise VerbsError(_number(error), f"completions: {error}") from error
         return [
             Completion(done.wr_id, int(done.status), bool(int(done.opcode) & RECEIVE_BIT), done.byte_len)
             for done in found
         ]
 
     def close(self) -> None:
-        if self._is_closed:
+        if self._qp is CLOSED:
             return
-        self._is_closed = True
         with translated("a queue pair cannot be closed"):
             for part in (self._qp, self._cq, self._channel):
                 part.close()

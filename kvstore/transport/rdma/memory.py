@@ -4,18 +4,22 @@ import mmap
 from bisect import bisect_right, insort
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 from kvstore.copier import address_of
 from kvstore.errors import InvalidRequest
+from kvstore.transport.rdma.topology import memory_node
 from kvstore.transport.rdma.verbs import Access, Domain, MemoryRegion
 
 ALIGN_BYTES = 4096
+NUMA_MAPS = Path("/proc/self/numa_maps")
 
 
 class Memory:
     """`size` bytes at `address`, registered in one domain of each NIC; keys are in the order of the NICs.
 
     Whoever registers keeps it mapped until `close`. VerbsError when a NIC refuses it; nothing is registered then.
+    `numa_node` is where its pages are, -1 where that is not known.
     """
 
     def __init__(self, domains: Sequence[Domain], address: int, size: int, access: Access) -> None:
@@ -31,6 +35,7 @@ class Memory:
             undo.pop_all()
         self.lkeys = tuple(region.lkey for region in self._regions)
         self.rkeys = tuple(region.rkey for region in self._regions)
+        self.numa_node = _numa_node(address)
 
     def close(self) -> None:
         """Peers' READs of it fail from now on. Idempotent."""
@@ -55,7 +60,8 @@ class MemoryMap:
         insort(self._memories, memory, key=_start)
 
     def remove(self, memory: Memory) -> None:
-        self._memories.remove(memory)
+        """Idempotent."""
+        self._memories = [other for other in self._memories if other is not memory]
 
     def find(self, address: int, size: int) -> Memory | None:
         """The one that has all of [address, address + size)."""
@@ -117,6 +123,13 @@ class Staging:
         """No NIC touches it any more. Its pages go with the last view."""
         self.memory.close()
         self._view.release()
+
+
+def _numa_node(address: int) -> int:
+    try:
+        return memory_node(address, NUMA_MAPS.read_text())
+    except OSError:  # a kernel without NUMA
+        return -1
 
 
 def _aligned(size: int) -> int:

@@ -23,13 +23,13 @@ FAR_S = 2e-6  # for each step between a NIC and the memory, until it is known wh
 
 @dataclass(slots=True, eq=False)
 class Path:
-    """From NIC number `nic` here to port number `port` there. `distance` of the NIC here to the memory: 0 is near."""
+    """From NIC number `nic` here to port number `port` there. `distance` of the NIC to memory of a NUMA node."""
 
     nic: int
     port: int
     name: str
     queues: list[ReadQueue]
-    distance: int = 0
+    distance: Callable[[int], int] = lambda numa_node: 0
     health: Health = field(default_factory=lambda: Health(tolerance=1))
     rate: Bandwidth = field(default_factory=Bandwidth)
     connects: int = 0
@@ -83,7 +83,7 @@ class Paths:
         if not transfer.is_settled:
             self._called_off.add(transfer)
             if self.quarantined_bytes > self._quarantine_bytes:
-                self._reset_those_of(self._called_off, "over the quarantine's limit")
+                self._end_quarantine()
 
     @property
     def quarantined_bytes(self) -> int:
@@ -110,10 +110,7 @@ class Paths:
             queue.reset()
             return
         now = self._now()
-        try:
-            arrived, batches, failure = queue.progress()
-        except VerbsError as error:
-            arrived, batches, failure = [], [], Failure(None, str(error))
+        arrived, batches, failure = queue.progress()
         for batch in batches:
             path.rate.end(batch.size, batch.started, now, is_good=True)
         if batches:
@@ -158,54 +155,70 @@ class Paths:
         self.reset(path)
 
     def reset(self, path: Path) -> None:
-        """All of it: what was on its way goes some other way. Its queue pairs can be connected anew then."""
-        for queue in path.queues:
-            self._empty(path, queue)
+        """All of it: what was on its way goes some other way, or ends. Its queue pairs can be connected anew then."""
+        self._empty(path)
+        self._pump()
 
     def close(self) -> None:
-        """Every transfer ends, and settles: no NIC touches its memory any more."""
+        """Every transfer ends, and settles: no NIC touches its memory any more. Idempotent."""
+        for path in self.paths:
+            self._empty(path)
         for path in self.paths:
             for queue in path.queues:
-                self._empty(path, queue)
-                queue.close()
+                self._take_back(queue.close())
         self._pump()
 
     # Inside.
 
     def _failed(self, path: Path, queue: ReadQueue, failure: Failure) -> None:
-        """One queue pair is done for, and its path with it: the peer will see the same of the other end."""
-        piece = failure.slice
-        if piece is not None and failure.status in REFUSED:
-            piece.transfer.fail(StaleLease(f"{path.name}: what was to be read is not lent any more ({failure.status})"))
+        """One queue pair is done for, and its path with it: the peer will see the same of the other end.
+
+        What is in it is fetched again; but for the first of it, which may be why, not more than MOST_TRIES times.
+        """
+        first = failure.slice or next(iter(queue.slices), None)
+        if failure.slice is not None and failure.status in REFUSED:
+            reason = f"{path.name}: what was to be read is not lent any more ({failure.status})"
+            failure.slice.transfer.fail(StaleLease(reason))
         else:
             path.health.failed(failure.status, self._now())
-        self.reset(path)
+            if first is not None:
+                first.tries += 1
+                if first.tries >= MOST_TRIES:
+                    first.transfer.fail(PeerLost(f"{path.name}: {MOST_TRIES} tries to read one slice failed"))
+        self._empty(path)
         self._broke(path)
 
-    def _empty(self, path: Path, queue: ReadQueue) -> None:
+    def _empty(self, path: Path) -> None:
         now = self._now()
-        for batch in queue.batches:
-            path.rate.end(batch.size, batch.started, now, is_good=False)
-        for piece in queue.reset():
-            if piece.tries >= MOST_TRIES:
-                piece.transfer.fail(PeerLost(f"{path.name}: {MOST_TRIES} tries to read one slice failed"))
+        for queue in path.queues:
+            for batch in queue.batches:
+                path.rate.end(batch.size, batch.started, now, is_good=False)
+            self._take_back(queue.reset())
+            for piece in queue.slices:  # it is dead: they do not settle before it is closed
+                piece.transfer.fail(PeerLost(f"{path.name}: the device does not answer any more"))
+
+    def _take_back(self, pieces: list[Slice]) -> None:
+        """They are in no queue pair, and come first of what is fetched next, if anybody still waits for them."""
+        for piece in reversed(pieces):
             piece.transfer.left(piece)
             self._again(piece)
 
     def _again(self, piece: Slice) -> None:
-        """It is in no queue pair, and has to be fetched some other way, if anybody still waits for it."""
         transfer = piece.transfer
         if transfer.is_ended:
             return
-        transfer.pending.append(piece)
+        transfer.pending.appendleft(piece)
         if transfer not in self._waiting:
             self._waiting.append(transfer)
 
-    def _reset_those_of(self, transfers: set[Transfer], reason: str) -> None:
+    def _end_quarantine(self) -> None:
+        """That is nobody's failure."""
         for path in self.paths:
-            for queue in path.queues:
-                if queue.has_any(transfers):
-                    self._failed(path, queue, Failure(None, reason))
+            posted = (piece for queue in path.queues if queue.is_up for piece in queue.slices)
+            if any(piece.transfer in self._called_off for piece in posted):
+                self._empty(path)
+                self._broke(path)
+        self._pump()
 
     def _pump(self) -> None:
         """Post what may be posted, a turn for each transfer."""
@@ -229,7 +242,7 @@ class Paths:
     def _post_a_turn(self) -> bool:
         """Slices of the first transfer into the queue pairs with room; whether any was posted."""
         transfer = self._waiting.popleft()
-        lanes = [Lane(path, queue) for path in self.paths if path.is_up for queue in path.queues]
+        lanes = [Lane(path, queue, transfer.numa_node) for path in self.paths if path.is_up for queue in path.queues]
         taken = 0
         while transfer.pending and taken < TURN_SLICES:
             size = transfer.pending[0].size
@@ -238,18 +251,21 @@ class Paths:
                 break
             lane.take(transfer.pending.popleft(), size)
             taken += 1
+        if not taken:
+            self._waiting.appendleft(transfer)
+            return False
         if transfer.pending:
             self._waiting.append(transfer)
         now = self._now()
         for lane in lanes:
-            if lane.slices:
+            if lane.slices and not transfer.is_ended:  # it may, when another queue pair refuses its share
                 self._post(lane, now)
-        return taken > 0
+        return True
 
     def _post(self, lane: "Lane", now: float) -> None:
         path, queue = lane.path, lane.queue
         if not queue.is_up:  # failed since, with another of its path
-            for piece in lane.slices:
+            for piece in reversed(lane.slices):
                 self._again(piece)
             return
         try:
@@ -264,14 +280,14 @@ class Lane:
 
     __slots__ = ("_byte_s", "bytes_left", "path", "queue", "slices", "slots", "spent_s")
 
-    def __init__(self, path: Path, queue: ReadQueue) -> None:
+    def __init__(self, path: Path, queue: ReadQueue, numa_node: int) -> None:
         self.path = path
         self.queue = queue
         self.slots = queue.room()
         self.bytes_left = queue.window_left
         self.slices: list[Slice] = []
         self._byte_s = len(path.queues) / (path.rate.bytes_per_s or GUESS_BYTES_PER_S)
-        self.spent_s = path.rate.request_s or FAR_S * path.distance
+        self.spent_s = path.rate.request_s or FAR_S * path.distance(numa_node)
         self.spent_s += queue.in_flight_bytes * self._byte_s
 
     def arrival_s(self) -> float:

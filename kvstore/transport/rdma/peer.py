@@ -15,7 +15,9 @@ from kvstore.transport.rdma.verbs import Access, Domain, Own, QueuePair, Remote,
 from kvstore.wire_rdma import Join, Joined, PathEnds, QueueEnd, RdmaPort
 
 MOST_QUEUES = 16  # of one path, whatever the other end wants
-PSN_BITS = 24
+MOST_PORTS = 64
+MTUS = (256, 512, 1024, 2048, 4096)
+PSN_BITS = QUEUE_BITS = 24
 
 
 class Peer:
@@ -49,6 +51,7 @@ class Peer:
     def propose(self, ports: Sequence[RdmaPort]) -> tuple[tuple[PathEnds, ...], PathEnds]:
         """Paths to the node's ports, and the channel by the first of them. ConnectFailed when no two ports fit."""
         self._is_client = True
+        check_ports(ports)
         self._ports = tuple(ports)
         for nic, port in pairs(self._nics, ports)[: self._options.most_paths]:
             self._add_path(nic, port, self._options.queue_pairs)
@@ -99,6 +102,7 @@ class Peer:
         if join.channel is not None:
             if self._ports or not join.ports:
                 raise ProtocolError("the first Join, and no other, has the client's ports and a channel")
+            check_ports(join.ports)
             self._ports = join.ports
         if not self._ports or len(join.paths) > self._options.most_paths:
             raise ProtocolError(f"{len(join.paths)} paths; first a channel, and at most {self._options.most_paths}")
@@ -124,8 +128,8 @@ class Peer:
         try:
             if ends.number == len(known):
                 self._add_path(ends.node_port, ends.client_port, len(ends.queues))
-            if ends.number >= len(known):
-                raise ProtocolError(f"path {ends.number} before path {len(known)}")
+            if ends.number >= len(known):  # one before it could not be made
+                return None
             path = known[ends.number]
             if (path.nic, path.port, len(path.queues)) != (ends.node_port, ends.client_port, len(ends.queues)):
                 raise ProtocolError(f"path {ends.number} had other ends before")
@@ -165,7 +169,9 @@ class Peer:
             for queue in queues:
                 queue.close()
             raise
-        self.paths.add(Path(nic, port, f"{self._nics[nic].name} to {self._ports[port].name}", queues))
+        self.paths.add(
+            Path(nic, port, f"{self._nics[nic].name} to {self._ports[port].name}", queues, self._nics[nic].distance)
+        )
 
     def _make_channel(self, nic: int) -> QueuePair:
         """Its receives are posted before the other end can know of it."""
@@ -201,8 +207,19 @@ class Peer:
         return Own(psn, mine.port.number, mine.gid.number, mtu_bytes, self._options.timers)
 
     def _remote(self, end: QueueEnd, port: int) -> Remote:
+        if not (0 < end.number < 1 << QUEUE_BITS and 0 <= end.psn < 1 << PSN_BITS):
+            raise ProtocolError(f"there is no queue pair {end.number} with PSN {end.psn}")
         theirs = self._ports[port]
         return Remote(end.number, end.psn, theirs.gid, theirs.lid)
+
+
+def check_ports(ports: Sequence[RdmaPort]) -> None:
+    """ProtocolError for what no ports are."""
+    if len(ports) > MOST_PORTS:
+        raise ProtocolError(f"{len(ports)} RDMA ports; at most {MOST_PORTS}")
+    for port in ports:
+        if len(port.gid) != 16 or not 0 <= port.lid < 1 << 16 or port.mtu_bytes not in MTUS:
+            raise ProtocolError(f"there is no RDMA port like {port}"[:200])
 
 
 def pairs(nics: Sequence[Nic], ports: Sequence[RdmaPort]) -> list[tuple[int, int]]:

@@ -27,11 +27,16 @@ class Watch:
         for fd in self._fds - fds:
             self._loop.remove_reader(fd)
         for fd in fds - self._fds:
-            self._loop.add_reader(fd, self._paths.progress, fd)
+            self._loop.add_reader(fd, self._progress, fd)
         self._fds = fds
-        self.look()
+        self._look()
 
-    def look(self) -> None:
+    def _progress(self, fd: int) -> None:
+        self._paths.progress(fd)
+        if fd not in self._paths.fds():  # its device is gone, and it may stay readable
+            self.refresh()
+
+    def _look(self) -> None:
         """Something may have been posted: see that it does not take for ever."""
         if self._timer is None and not self._is_stopped and self._paths.next_expiry is not None:
             self._timer = self._loop.call_later(self._paths.hung_s / 2, self._expire)
@@ -39,7 +44,7 @@ class Watch:
     def _expire(self) -> None:
         self._timer = None
         self._paths.expire()
-        self.look()
+        self._look()
 
     def stop(self) -> None:
         """Before the queue pairs are closed. Idempotent."""
@@ -55,32 +60,40 @@ async def pull(watch: Watch, paths: Paths, fetches: Sequence[Fetch], *, slice_by
                settled: Callable[[], None]) -> None:  # fmt: skip
     """READ all of them. `settled` is called once, when no NIC writes into their memory any more, whatever comes of it.
 
-    Cancelled or late, it returns at once, and NICs may go on writing until `settled`. Raises DeadlineExceeded,
-    StaleLease (the peer does not lend that memory any more), PeerLost (no path is up).
+    Cancelled, late or with its device gone (DeadlineExceeded), it returns at once, and NICs may go on writing until
+    `settled`. Else it has settled: after StaleLease (the peer does not lend that memory any more) and PeerLost (no
+    path is up) the same places can be read into once more.
     """
-    arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    transfer = Transfer(fetches, slice_bytes, ended=lambda: _wake(arrival), settled=settled)
+    over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def ended() -> None:
+        if any(path.is_dead for path in paths.paths) and not over.done():
+            over.set_result(None)
+
+    def quiet() -> None:
+        settled()
+        if not over.done():
+            over.set_result(None)
+
+    transfer = Transfer(fetches, slice_bytes, ended=ended, settled=quiet)
     paths.start(transfer)
-    watch.look()
+    watch.refresh()
     try:
         async with asyncio.timeout(timeout_s):
-            await arrival
+            await over
     except TimeoutError as error:
         raise DeadlineExceeded(f"blocks did not come by RDMA in {timeout_s} s") from error
     finally:
         paths.call_off(transfer)
-    if transfer.error is not None:
-        raise transfer.error
-
-
-def _wake(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+    _check(transfer)
 
 
 def pull_blocking(paths: Paths, fetches: Sequence[Fetch], *, slice_bytes: int, deadline: float, lifeline: int,
                   settled: Callable[[], None]) -> None:  # fmt: skip
-    """As `pull`, asleep until `deadline` of time.monotonic. PeerLost too when the TCP connection `lifeline` ends."""
+    """As `pull`, asleep until `deadline` of time.monotonic. PeerLost too when the TCP connection `lifeline` ends.
+
+    Late, it has settled too, unless a device is gone: nobody would hear of completions, so its paths are reset.
+    """
     transfer = Transfer(fetches, slice_bytes, settled=settled)
     poll = select.poll()
     for fd in paths.fds():
@@ -88,7 +101,9 @@ def pull_blocking(paths: Paths, fetches: Sequence[Fetch], *, slice_bytes: int, d
     poll.register(lifeline, select.POLLRDHUP)
     paths.start(transfer)
     try:
-        while not transfer.is_ended:
+        while not transfer.is_settled:
+            if transfer.is_ended and any(path.is_dead for path in paths.paths):
+                break
             now = time.monotonic()
             if now >= deadline:
                 raise DeadlineExceeded("blocks did not come by RDMA in time")
@@ -102,5 +117,14 @@ def pull_blocking(paths: Paths, fetches: Sequence[Fetch], *, slice_bytes: int, d
                 paths.expire()
     finally:
         paths.call_off(transfer)
+        for path in paths.paths:
+            if any(piece.transfer is transfer for queue in path.queues for piece in queue.slices):
+                paths.reset(path)
+    _check(transfer)
+
+
+def _check(transfer: Transfer) -> None:
+    if transfer.error is not None and not transfer.is_settled:
+        raise DeadlineExceeded(f"{transfer.error}, and it may still write")
     if transfer.error is not None:
         raise transfer.error

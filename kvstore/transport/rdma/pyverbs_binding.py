@@ -1,10 +1,16 @@
 """Verbs by pyverbs, which comes with rdma-core: python3-pyverbs of the distribution."""
 
+# ruff: noqa: E402
+import ctypes
 import errno
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+_logging = logging.root.handlers[:], logging.root.level
 
 from pyverbs.addr import GID, AHAttr, GlobalRoute
 from pyverbs.cq import CQ, CompChannel
@@ -34,10 +40,14 @@ try:
 except ImportError:  # from rdma-core 50 on, as classes
     import pyverbs.libibverbs_enums as _enums
 
-NO_RDMA = (errno.ENOSYS, errno.ENOENT, errno.ENODEV)
+logging.root.handlers[:] = _logging[0]  # pyverbs sets logging up when it is imported: the application's to do
+logging.root.setLevel(_logging[1])
+
+ABI_VERSION = Path("/sys/class/infiniband_verbs/abi_version")  # of the kernel's verbs, where it has any
 RECEIVE_BIT = 128  # of a completion's opcode
 HOP_LIMIT = 64
 OPENED = "anon_inode:[infinibandevent]"
+ERRORS = (PyverbsError, OSError, ValueError, OverflowError)
 
 
 def _enum(name: str) -> int:
@@ -61,14 +71,16 @@ ETHERNET = _enum("IBV_LINK_LAYER_ETHERNET")
 
 
 def _number(error: Exception) -> int:
-    return getattr(error, "error_code", None) or getattr(error, "errno", None) or errno.EIO
+    """The system's number; EIO where pyverbs does not say it, which is None, 0 or -1."""
+    number = getattr(error, "error_code", None) or getattr(error, "errno", None) or 0
+    return number if number > 0 else errno.EIO
 
 
 @contextmanager
 def translated(what: str) -> Iterator[None]:
     try:
         yield
-    except (PyverbsError, OSError, ValueError) as error:
+    except ERRORS as error:
         raise VerbsError(_number(error), f"{what}: {error}") from error
 
 
@@ -78,8 +90,8 @@ class PyVerbs:
     def devices(self) -> list[str]:
         try:
             return [device.name.decode() for device in get_device_list()]
-        except (PyverbsError, OSError) as error:
-            if _number(error) in NO_RDMA:
+        except (PyverbsError, OSError) as error:  # without the system's number: pyverbs drops it here
+            if not ABI_VERSION.exists():
                 return []
             raise VerbsError(_number(error), f"no list of devices: {error}") from error
 
@@ -92,6 +104,7 @@ class PyContext:
     def __init__(self, device: str, context: Any) -> None:
         self.device = device
         self.handle: Any = context
+        self.domains = 0
 
     def ports(self) -> list[Port]:
         with translated(f"{self.device}: cannot be queried"):
@@ -114,57 +127,87 @@ class PyContext:
             return PyDomain(self, PD(self.handle))
 
     def close(self) -> None:
-        handle, self.handle = self.handle, None
-        if handle is not None:
+        if self.domains:
+            raise VerbsError(errno.EBUSY, f"{self.device}: {self.domains} domains are not closed")
+        if self.handle is not None:
             with translated(f"{self.device}: cannot be closed"):
-                handle.close()
+                self.handle.close()
+            self.handle = None
 
 
 class PyDomain:
+    """Counts what was made of it: pyverbs would close that along, and crash when it is used afterwards."""
+
     def __init__(self, context: PyContext, pd: Any) -> None:
         self.context = context
         self.pd: Any = pd
+        self.parts = 0
+        context.domains += 1
 
     def register(self, address: int, size: int, access: Access) -> "PyRegion":
-        if size <= 0:
-            raise VerbsError(errno.EINVAL, f"a region of {size} bytes")
+        if address <= 0 or size <= 0:  # at 0, pyverbs would allocate memory of its own
+            raise VerbsError(errno.EINVAL, f"a region of {size} bytes at {address}")
         with translated(f"{self.context.device}: cannot register {size} bytes"):
-            return PyRegion(MR(self.pd, size, int(access), address=address))
+            return PyRegion(self, MR(self.pd, size, int(access), address=address))
 
     def register_dmabuf(self, fd: int, offset: int, size: int, address: int, access: Access) -> "PyRegion":
+        if address != offset:
+            raise VerbsError(
+                errno.EOPNOTSUPP, "pyverbs addresses a dma-buf by its offset and no other way; the binding ibverbs does"
+            )
         with translated(f"{self.context.device}: cannot register a dma-buf of {size} bytes"):
-            return PyRegion(DmaBufMR(self.pd, size, int(access), fd, offset, address))
+            return PyRegion(self, DmaBufMR(self.pd, size, int(access), fd, offset))
 
     def queue_pair(self, limits: QueueLimits) -> "PyQueuePair":
         with translated(f"{self.context.device}: no queue pair"):
-            return PyQueuePair(self.context.handle, self.pd, limits)
+            return PyQueuePair(self, limits)
 
     def close(self) -> None:
-        pd, self.pd = self.pd, None
-        if pd is not None:
+        if self.parts:
+            raise VerbsError(errno.EBUSY, f"{self.context.device}: {self.parts} parts of a domain are not closed")
+        if self.pd is not None:
             with translated(f"{self.context.device}: a protection domain cannot be closed"):
-                pd.close()
+                self.pd.close()
+            self.pd = None
+            self.context.domains -= 1
 
 
 class PyRegion:
-    def __init__(self, region: Any) -> None:
+    def __init__(self, domain: PyDomain, region: Any) -> None:
+        self._domain = domain
+        domain.parts += 1
         self._region: Any = region
         self.lkey, self.rkey = int(region.lkey), int(region.rkey)  # asked of a closed region they crash
 
     def close(self) -> None:
-        region, self._region = self._region, None
-        if region is not None:
+        if self._region is not None:
             with translated("memory cannot be taken back from the NIC"):
-                region.close()
+                self._region.close()
+            self._region = None
+            self._domain.parts -= 1
 
 
 class PyQueuePair:
     """Work requests are closed after they were posted: pyverbs leaks those that are not."""
 
-    def __init__(self, context: Any, pd: Any, limits: QueueLimits) -> None:
+    def __init__(self, domain: PyDomain, limits: QueueLimits) -> None:
+        context = domain.context.handle
         self._channel: Any
         self._channel, self.fd = _open_channel(context)
         self._cq: Any = CQ(context, limits.sends + limits.receives + 1, None, self._channel, 0)
+        self._qp: Any
+        try:
+            self._qp, granted = self._create(domain.pd, limits)
+        except ERRORS:
+            self._qp, granted = self._create(domain.pd, limits._replace(inline_bytes=0))
+        self.inline_bytes = min(limits.inline_bytes, granted)
+        self.number = int(self._qp.qp_num)
+        self._state = "RESET"
+        self._domain = domain
+        domain.parts += 1
+
+    def _create(self, pd: Any, limits: QueueLimits) -> tuple[Any, int]:
+        """A queue pair, and how many bytes it takes inline; some devices refuse to make one that is asked for more."""
         cap = QPCap(
             max_send_wr=limits.sends,
             max_recv_wr=max(limits.receives, 1),
@@ -172,11 +215,8 @@ class PyQueuePair:
             max_recv_sge=1,
             max_inline_data=limits.inline_bytes,
         )
-        self._qp: Any = QP(pd, QPInitAttr(qp_type=RC, scq=self._cq, rcq=self._cq, sq_sig_all=0, cap=cap))
-        self.number = int(self._qp.qp_num)
-        self.inline_bytes = limits.inline_bytes
-        self._state = "RESET"
-        self._is_closed = False
+        wanted = QPInitAttr(qp_type=RC, scq=self._cq, rcq=self._cq, sq_sig_all=0, cap=cap)
+        return QP(pd, wanted), wanted.max_inline_data
 
     def prepare(self, port: int) -> None:
         if self._state != "RESET":
@@ -202,13 +242,11 @@ class PyQueuePair:
                 dgid=GID(text), sgid_index=own.gid_number, hop_limit=HOP_LIMIT, traffic_class=own.traffic_class
             )
             wanted.ah_attr = AHAttr(gr=route, is_global=1, dlid=remote.lid, port_num=own.port)
-            self._step("RTR", wanted)
-            self._step("RTS", wanted)
+            self._state = "RTR"  # unless RTS follows, it is reset first
+            for state, mask in MASKS.items():
+                wanted.qp_state = NUMBERS[state]
+                self._qp.modify(wanted, mask)
         self._state = "RTS"
-
-    def _step(self, state: str, wanted: Any) -> None:
-        wanted.qp_state = NUMBERS[state]
-        self._qp.modify(wanted, MASKS[state])
 
     def _attributes(self, port: int) -> Any:
         wanted = QPAttr(port_num=port)
@@ -231,50 +269,62 @@ class PyQueuePair:
 
     def post_reads(self, reads: Sequence[Read]) -> None:
         post = self._qp.post_send
-        for wr_id, address, lkey, size, remote_address, rkey, signaled in reads:
-            element = SGE(address, size, lkey)
-            work = SendWR(wr_id=wr_id, opcode=READ, num_sge=1, sg=[element], send_flags=SIGNALED if signaled else 0)
-            work.set_wr_rdma(rkey, remote_address)
-            try:
+        parts: list[Any] = []
+        work = None
+        try:
+            for wr_id, address, lkey, size, remote_address, rkey, signaled in reversed(reads):
+                element = SGE(address, size, lkey)
+                parts.append(element)
+                work = SendWR(wr_id, READ, 1, 0, [element], SIGNALED if signaled else 0, work)  # names the one after it
+                parts.append(work)
+                work.set_wr_rdma(rkey, remote_address)
+            if work is not None:
                 post(work)
-            except (PyverbsError, OSError) as error:
-                raise VerbsError(_number(error), f"READs were not posted: {error}") from error
-            finally:
-                work.close()
-                element.close()
+        except ERRORS as error:
+            raise VerbsError(_number(error), f"READs were not posted: {error}") from error
+        finally:
+            for part in parts:
+                part.close()
 
     def post_send(self, send: Send) -> None:
-        element = SGE(send.address, send.size, send.lkey)
         flags = (SIGNALED if send.signaled else 0) | (INLINE if send.inline else 0)
-        work = SendWR(wr_id=send.wr_id, opcode=SEND, num_sge=1, sg=[element], send_flags=flags)
+        parts: list[Any] = []
         try:
-            with translated("a message was not posted"):
-                self._qp.post_send(work)
+            parts.append(SGE(send.address, send.size, send.lkey))
+            parts.append(SendWR(send.wr_id, SEND, 1, 0, parts[:], flags))
+            self._qp.post_send(parts[1])
+        except ERRORS as error:
+            raise VerbsError(_number(error), f"a message was not posted: {error}") from error
         finally:
-            work.close()
-            element.close()
+            for part in parts:
+                part.close()
 
     def post_receive(self, receive: Receive) -> None:
-        element = SGE(receive.address, receive.size, receive.lkey)
-        work = RecvWR(wr_id=receive.wr_id, num_sge=1, sg=[element])
+        parts: list[Any] = []
         try:
-            with translated("a receive was not posted"):
-                self._qp.post_recv(work)
+            parts.append(SGE(receive.address, receive.size, receive.lkey))
+            parts.append(RecvWR(receive.wr_id, 1, parts[:]))
+            self._qp.post_recv(parts[1])
+        except ERRORS as error:
+            raise VerbsError(_number(error), f"a receive was not posted: {error}") from error
         finally:
-            work.close()
-            element.close()
+            for part in parts:
+                part.close()
 
     def arm(self) -> None:
         events = 0
         try:
-            while True:
-                self._channel.get_cq_event(self._cq)
-                events += 1
-        except (PyverbsError, OSError):  # EAGAIN: there is no other
-            pass
+            try:
+                while True:
+                    self._channel.get_cq_event(self._cq)
+                    events += 1
+            finally:
+                if events:
+                    self._cq.ack_events(events)
+        except ERRORS as error:
+            if _number(error) != errno.EAGAIN:  # that: there is no other
+                raise VerbsError(_number(error), f"its channel: {error}") from error
         with translated("its completion queue"):
-            if events:
-                self._cq.ack_events(events)
             self._cq.req_notify()
 
     def poll(self, limit: int) -> list[Completion]:
@@ -285,13 +335,13 @@ class PyQueuePair:
         return [Completion(done.wr_id, done.status, bool(done.opcode & RECEIVE_BIT), done.byte_len) for done in found]
 
     def close(self) -> None:
-        if self._is_closed:
+        if self._qp is CLOSED:
             return
-        self._is_closed = True
         with translated("a queue pair cannot be closed"):
             for part in (self._qp, self._cq, self._channel):
                 part.close()
         self._qp = self._cq = self._channel = CLOSED
+        self._domain.parts -= 1
 
 
 def _masks() -> dict[str, int]:
@@ -308,23 +358,26 @@ MASKS = _masks()
 
 
 def _open_channel(context: Any) -> tuple[Any, int]:
-    """A completion channel and its descriptor, which pyverbs before 50 does not tell. Never blocks."""
-    before = _event_descriptors()
+    """A completion channel and its descriptor. It never blocks: pyverbs would hold the interpreter meanwhile."""
     channel = CompChannel(context)
-    fd = channel.fd if hasattr(channel, "fd") else (_event_descriptors() - before).pop()
+    fd = int(channel.fd) if hasattr(channel, "fd") else _hidden_fd(channel, context)
     os.set_blocking(fd, False)
-    return channel, int(fd)
+    return channel, fd
 
 
-def _event_descriptors() -> set[int]:
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if os.readlink(f"/proc/self/fd/{name}") == OPENED:
-                found.add(int(name))
-        except OSError:  # closed meanwhile
-            continue
-    return found
+def _hidden_fd(channel: Any, context: Any) -> int:
+    """Pyverbs before 59 does not tell it. Which descriptor is new cannot be seen where other threads open some too.
+
+    A CompChannel of those has the fields `ibv_comp_channel *cc; object context`, and ibv_comp_channel begins with
+    `ibv_context *context; int fd`.
+    """
+    pointers = ctypes.sizeof(ctypes.c_void_p)
+    words = (ctypes.c_size_t * (type(channel).__basicsize__ // pointers)).from_address(id(channel))
+    at = list(words).index(id(context), 1)
+    fd = ctypes.c_int.from_address(words[at - 1] + pointers).value
+    if os.readlink(f"/proc/self/fd/{fd}") != OPENED:
+        raise OSError(errno.ENOTSUP, "this pyverbs does not tell the descriptor of a completion channel")
+    return fd
 
 
 class Closed:

@@ -1,10 +1,11 @@
 """One queue pair's READs: how many may be posted, which have arrived, and which must be fetched some other way."""
 
+import errno
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvstore.transport.rdma.transfer import Slice, Transfer
+from kvstore.transport.rdma.transfer import Slice
 from kvstore.transport.rdma.verbs import FLUSHED, STATUSES, SUCCESS, Own, QueuePair, Read, Remote, VerbsError
 
 SIGNAL_EACH = 16  # READs without a completion of their own, at most: completions are what makes room for more
@@ -37,7 +38,7 @@ class ReadQueue:
     def __init__(self, pair: QueuePair, depth: int, window_bytes: int) -> None:
         self.pair = pair
         self.is_up = False
-        self.is_dead = False  # not even a reset worked: the device is gone
+        self.is_dead = False  # its device does not answer any more
         self.in_flight_bytes = 0
         self.late_completions = 0
         self.batches: deque[Posted] = deque()
@@ -49,6 +50,8 @@ class ReadQueue:
 
     def connect(self, own: Own, remote: Remote) -> None:
         """Both ends do so, with new PSNs. VerbsError."""
+        if self.is_dead:
+            raise VerbsError(errno.ENODEV, "the device does not answer any more")
         assert not self._posted, "reset first"
         self._life += 1
         self._next = 0
@@ -67,8 +70,10 @@ class ReadQueue:
         """Bytes that may be posted, the last READ over it."""
         return self._window_bytes - self.in_flight_bytes
 
-    def has_any(self, transfers: Container[Transfer]) -> bool:
-        return any(piece.transfer in transfers for _, piece in self._posted)
+    @property
+    def slices(self) -> list[Slice]:
+        """What is in it, the first posted first."""
+        return [piece for _, piece in self._posted]
 
     @property
     def oldest(self) -> float | None:
@@ -113,22 +118,22 @@ class ReadQueue:
         return batches
 
     def progress(self) -> tuple[list[Slice], list[Posted], Failure | None]:
-        """What arrived, in which batches, and what failed, if something did: `reset` comes next then.
-
-        VerbsError: the device does not answer any more.
-        """
+        """What arrived, in which batches, and what failed, if something did: `reset` comes next then."""
         arrived: list[Slice] = []
         batches: list[Posted] = []
-        self.pair.arm()
-        while completions := self.pair.poll(POLLED):
-            for completion in completions:
-                life, number = completion.wr_id >> 32, completion.wr_id & SEQUENCES
-                if life != self._life or not self._is_posted(number):
-                    self.late_completions += 1
-                elif completion.status == SUCCESS:
-                    self._retire(number, arrived, batches)
-                else:
-                    return arrived, batches, self._failed(number, completion.status, arrived)
+        try:
+            self.pair.arm()
+            while completions := self.pair.poll(POLLED):
+                for completion in completions:
+                    life, number = completion.wr_id >> 32, completion.wr_id & SEQUENCES
+                    if life != self._life or not self._is_posted(number):
+                        self.late_completions += 1
+                    elif completion.status == SUCCESS:
+                        self._retire(number, arrived, batches)
+                    else:
+                        return arrived, batches, self._failed(number, completion.status, arrived)
+        except VerbsError as error:
+            return arrived, batches, Failure(None, str(error))
         return arrived, batches, None
 
     def _is_posted(self, number: int) -> bool:
@@ -155,25 +160,37 @@ class ReadQueue:
         return Failure(None if status == FLUSHED else self._posted[0][1], name)
 
     def reset(self) -> list[Slice]:
-        """Bring the queue pair to where it touches no memory; what was in it and had not arrived. Never raises."""
+        """Bring the queue pair to where it touches no memory; what was in it and had not arrived. Never raises.
+
+        Where the device refuses even that, it is dead, and what is in it stays there until `close`.
+        """
         self.is_up = False
+        self.batches.clear()
+        self.in_flight_bytes = 0
+        if self.is_dead:
+            return []
+        left: list[Slice] = []
         try:
-            if not self.is_dead:
-                self.pair.reset()
+            self.pair.reset()
+            left = self._empty()
             self.pair.arm()
             while late := self.pair.poll(POLLED):
                 self.late_completions += len(late)
         except VerbsError:
             self.is_dead = True
-        left = [piece for _, piece in self._posted]
-        self._posted.clear()
-        self.batches.clear()
-        self.in_flight_bytes = 0
         return left
 
     def close(self) -> list[Slice]:
         """For good; as `reset`. Idempotent."""
         left = self.reset()
         self.is_dead = True
-        self.pair.close()
+        try:
+            self.pair.close()
+        except VerbsError:
+            self._empty()  # nobody gets that memory back: nothing says that the NIC does not write any more
+        return left + self._empty()
+
+    def _empty(self) -> list[Slice]:
+        left = self.slices
+        self._posted.clear()
         return left

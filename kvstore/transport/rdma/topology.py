@@ -78,6 +78,11 @@ def nic_places(sysfs: Path = SYSFS) -> dict[str, NicPlace]:
     return places
 
 
+def has_devices(sysfs: Path = SYSFS) -> bool:
+    """Whether there is any RDMA device: a cheap look, before a binding is loaded."""
+    return bool(_paths(sysfs / "class/infiniband"))
+
+
 def distance(nic: NicPlace, numa_node: int, pci: Sequence[str] = ()) -> int:
     """From a NIC to memory of a NUMA node, or to a device with this chain of PCI addresses."""
     if pci and len(nic.pci) > 1 and len(pci) > 1 and set(nic.pci[:-1]) & set(pci[1:-1]):

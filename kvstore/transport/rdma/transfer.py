@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvstore.errors import StoreError
 
-MOST_TRIES = 4  # of one slice: a path that fails may be the peer's memory that is gone
+MOST_TRIES = 4  # of one slice that fail: what looks like a path may be the peer's memory that is gone
 
 
 class Fetch(NamedTuple):
@@ -17,6 +17,7 @@ class Fetch(NamedTuple):
     remote_address: int
     rkeys: Sequence[int]
     size: int
+    numa_node: int = -1  # of the memory here
 
 
 class Slice:
@@ -57,6 +58,7 @@ class Transfer:
             for start in range(0, size, slice_bytes):
                 self.pending.append(Slice(self, fetch, start, min(slice_bytes, size - start)))
         assert self.pending, "there is something to fetch"
+        self.numa_node = fetches[0].numa_node
         self.error: StoreError | None = None
         self.is_ended = False
         self.is_settled = False
@@ -72,7 +74,6 @@ class Transfer:
         return not self._missing
 
     def posted(self, piece: Slice) -> None:
-        piece.tries += 1
         self.in_flight += 1
         self.in_flight_bytes += piece.size
 

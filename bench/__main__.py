@@ -1,4 +1,4 @@
-"""`python -m bench local|tiers|amplification|policies|codec`: figures of a node on this host, each beside its floor."""
+"""`python -m bench local|tiers|rdma|amplification|policies|codec`: a node on this host, figures beside floors."""
 
 import json
 import sys
@@ -14,8 +14,9 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench import amplification, codec, local, policies, tiers
+from bench import amplification, codec, local, policies, rdma, tiers
 from bench.measure import Figure
+from kvstore.transport.rdma.topology import has_devices
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
@@ -51,6 +52,23 @@ def tiers_command(names: Names = None, *, as_json: AsJson = False) -> None:
       python -m bench tiers nvme_read_1m --json
     """
     _report(tiers.run(set(names or ())), set(names or ()), as_json=as_json)
+
+
+@app.command(name="rdma")
+def rdma_command(
+    names: Names = None,
+    *,
+    binding: Annotated[str, typer.Option(help="pyverbs or ibverbs; else the first there is.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """What a READ costs in Python; and, where there is an RDMA device, gets by a node beside bare READs.
+
+    \b
+    Examples:
+      python -m bench rdma
+      make vm-shell CMD=".venv/bin/python -m bench rdma --binding ibverbs"
+    """
+    _report(rdma.run(set(names or ()), binding), set(names or ()) if has_devices() else set(), as_json=as_json)
 
 
 @app.command(name="amplification")

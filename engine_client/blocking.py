@@ -37,6 +37,7 @@ from engine_client.steps import (
     OpenSpace,
     Operation,
     Patience,
+    Post,
     Pull,
     PutReport,
     Rejoin,
@@ -277,11 +278,13 @@ class BlockingClient(Operating, Slots):
             return self._run(rejoin(self._link))
         return self._exchange(step) if not isinstance(step, Pull) else pull_in_thread(step, self._link, self._until)
 
-    def _exchange(self, step: Call | Begin | Finish) -> Any:
+    def _exchange(self, step: Call | Post | Begin | Finish) -> Any:
         """Over the connection; after an error it is given up, since what comes next on it is unknown."""
         if self._stream is None:
             raise PeerLost("the connection broke, and what it held is gone")
         try:
+            if isinstance(step, Post):
+                return self._stream.post(step.request, self._until)
             if isinstance(step, Begin):
                 return self._stream.begin(step.call.request, step.call.payload, self._until)
             if isinstance(step, Finish):

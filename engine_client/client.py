@@ -31,6 +31,7 @@ from engine_client.steps import (
     OpenSpace,
     Operation,
     Patience,
+    Post,
     Pull,
     PutReport,
     Rejoin,
@@ -299,6 +300,8 @@ class Client:
             raise PeerLost(f"{self.address}: this client was closed")
         if isinstance(step, Begin):
             return replies.begin(step.call)
+        if isinstance(step, Post):
+            return replies.post(step.request)
         return await replies.ask(step, self._timeout_s)
 
     async def _let_go(self, step: Step, link: Link, replies: Replies) -> Any:
@@ -307,7 +310,7 @@ class Client:
             if replies.is_answered(step.ticket):
                 return await replies.finish(step.ticket, self._timeout_s)
             replies.forget(step.ticket)
-        if not isinstance(step, Call):
+        if not isinstance(step, Call | Post):
             raise PeerLost("nobody waits for it any more")
         replies.post(step.request)
 

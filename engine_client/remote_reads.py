@@ -7,13 +7,25 @@ from functools import partial
 from typing import Any
 
 from engine_client.remote import Remote, Slab
-from engine_client.steps import Call, Grant, Link, OpenSpace, Operation, Patience, Pull, Rejoin, Work, milliseconds
+from engine_client.steps import (
+    Call,
+    Grant,
+    Link,
+    OpenSpace,
+    Operation,
+    Patience,
+    Post,
+    Pull,
+    Rejoin,
+    Work,
+    milliseconds,
+)
 from kvstore import wire
 from kvstore.copier import address_of, checksum, copy_hashed
 from kvstore.errors import InvalidRequest, PeerLost, ProtocolError, StaleLease, StoreError
 from kvstore.packed import pack_keys, pack_u64, unpack_u64
 from kvstore.transport.rdma.memory import Memory
-from kvstore.transport.rdma.transfer import Fetch
+from kvstore.transport.rdma.transfer import Fetch, merged
 from kvstore.transport.rdma.verbs import VerbsError
 from kvstore.types import BlockKey
 
@@ -133,13 +145,13 @@ def _get_some(
         if not fetches:
             return 0, True
         landing.begin()
-        yield Pull(fetches, landing.leave)
+        yield Pull(merged(fetches, remote.rdma.options.slice_bytes), landing.leave)
         here = targets[: len(fetches)]
         found = yield Work(partial(_finish, landing, here), sum(map(len, here)))
     finally:
         landing.leave()
         with suppress(StoreError):
-            yield Call(lambda number: wire.Release(number, held.lease_id))
+            yield Post(lambda number: wire.Release(number, held.lease_id))
     good = _agreeing(found, unpack_u64(held.checksums))
     if good < len(here):
         yield Call(lambda number: wire.Report(number, space.number, pack_keys([keys[good]])))

@@ -38,6 +38,13 @@ class Call:
 
 
 @dataclass(slots=True)
+class Post:
+    """Send a request whose reply nobody waits for."""
+
+    request: Callable[[int], wire.Message]
+
+
+@dataclass(slots=True)
 class Begin:
     """Send a request without a payload in its reply, and go on: the outcome is a ticket for `Finish`."""
 
@@ -89,7 +96,7 @@ class Patience:
 
 
 Result = TypeVar("Result")
-Step = Call | Begin | Finish | Work | Pull | Rejoin
+Step = Call | Post | Begin | Finish | Work | Pull | Rejoin
 Operation = Generator[Step, Any, Result]
 
 

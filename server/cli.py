@@ -9,6 +9,7 @@ import typer
 
 from kvstore.errors import ConfigError
 from server.commands import (
+    bench,
     check,
     config,
     demote,
@@ -121,6 +122,7 @@ for panel, commands in PANELS.items():
     for name, command in commands.items():
         app.command(name, cls=NodeCommand, rich_help_panel=panel)(command)
 app.add_typer(namespace.app, name="namespace", rich_help_panel="Blocks")
+app.add_typer(bench.app, name="bench", rich_help_panel="Watch and operate")
 app.add_typer(trace.app, name="trace", rich_help_panel="Watch and operate")
 app.command(
     "doctor",

@@ -23,6 +23,13 @@ OBJECT_COUNTS = {  # metric: what ObjectTier.describe() calls it
     "cairn_object_packs_trimmed_total": "trimmed",
     "cairn_object_packs_gone_total": "gone",
 }
+RDMA_PORTS = {  # metric: what NodeRdma.port_rows() calls it
+    "cairn_rdma_path_connects_total": "connects",
+    "cairn_rdma_path_failures_total": "failures",
+    "cairn_rdma_read_bytes_total": "read_bytes",
+    "cairn_rdma_read_bytes_per_second": "bytes_per_s",
+    "cairn_rdma_read_seconds": "request_s",
+}
 Samples = Iterable[tuple[tuple[str, ...], float]]
 
 
@@ -56,6 +63,7 @@ class Exporter(Collector):
         yield from self._present()
         yield from self._below()
         yield from self._bucket()
+        yield from self._rdma()
 
     def _counted(self) -> Iterator[tuple[str, Samples]]:
         store = self._node.store
@@ -160,6 +168,18 @@ class Exporter(Collector):
         yield "cairn_object_blocks_total", _labelled({name: told[counted] for name, counted in outcomes.items()})
         for metric, name in OBJECT_COUNTS.items():
             yield metric, [((), told[name])] if told else []
+
+    def _rdma(self) -> Iterator[tuple[str, Samples]]:
+        rdma = self._node.rdma
+        rows = rdma.port_rows()
+        yield "cairn_rdma_peers", [((), len(rdma.peers))]
+        yield "cairn_rdma_registered_bytes", [((), rdma.registered_bytes)]
+        yield "cairn_rdma_quarantined_bytes", [((), rdma.quarantined_bytes)]
+        yield "cairn_rdma_late_completions_total", [((), rdma.late_completions)]
+        states = [((row["port"], state), row[state]) for row in rows for state in ("up", "down")]
+        yield "cairn_rdma_paths", states
+        for metric, name in RDMA_PORTS.items():
+            yield metric, [((row["port"],), row[name]) for row in rows]
 
 
 def _labelled(numbers: Mapping[str, float]) -> Samples:

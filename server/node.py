@@ -77,7 +77,7 @@ class Node:
 
     def new_session(self, tenant: Tenant, path: str) -> Session:
         """`path` is shared, tcp or rest. The caller ends it."""
-        return Session(self.store, self.upkeep, tenant, Owner(next(self._owners)), path)
+        return Session(self.store, self.upkeep, tenant, Owner(next(self._owners)), path, self.rdma)
 
     def crashed(self, error: BaseException | None) -> None:
         """A broken invariant: serving on could mean wrong bytes, so the process ends with code 70."""

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ from kvstore.errors import ConfigError, NotFound, Rejected
 from kvstore.region import Region
 from kvstore.transport.rdma.memory import Memory
 from kvstore.transport.rdma.nic import Opened, Options, open_nics
+from kvstore.transport.rdma.paths import Path
 from kvstore.transport.rdma.peer import Peer
 from kvstore.transport.rdma.topology import has_devices
 from kvstore.transport.rdma.verbs import Access, Domain, Verbs, VerbsError, load_verbs
@@ -19,6 +21,8 @@ from server.config import RdmaSettings
 log = logging.getLogger("cairn.rdma")
 
 OFF, AUTO = "off", "auto"
+COUNTED = ("read_bytes", "failures", "connects")
+MOST_SHOWN = 128  # characters of a name
 
 
 def options_of(settings: RdmaSettings) -> Options:
@@ -55,6 +59,9 @@ class NodeRdma:
     def __init__(self, settings: RdmaSettings, copier: Copier, verbs: Verbs | None) -> None:
         self.options = options_of(settings)
         self.peers: dict[Peer, Guest] = {}
+        self._tenants: dict[Peer, str] = {}
+        self._ended: dict[str, Counter[str]] = {}  # by port, of connections that are no more
+        self._ended_late = 0
         self.binding = ""
         self._copier = copier
         self._most_peers = settings.peers
@@ -97,6 +104,7 @@ class NodeRdma:
             raise Rejected(f"{self._most_peers} connections have queue pairs: rdma.peers")
         peer = Peer(self._opened.nics, self._domains_of(tenant), self.options, now=time.monotonic)
         self.peers[peer] = guest
+        self._tenants[peer] = tenant
         return peer
 
     def _make_room(self) -> bool:
@@ -112,7 +120,12 @@ class NodeRdma:
 
     def close_peer(self, peer: Peer) -> None:
         peer.close()
-        self.peers.pop(peer, None)
+        if self.peers.pop(peer, None) is None:
+            return
+        self._tenants.pop(peer, None)
+        self._ended_late += peer.paths.late_completions
+        for path in peer.paths.paths:
+            self._ended.setdefault(self._opened.nics[path.nic].name, Counter()).update(counted(path))
 
     async def memory(self, tenant: str, slab_id: int, region: Region) -> Memory:
         """A slab as it is registered for its tenant; at first use that is done in a thread.
@@ -156,17 +169,44 @@ class NodeRdma:
             self._domains[tenant] = [nic.context.domain() for nic in self._opened.nics]
         return self._domains[tenant]
 
-    def describe(self) -> dict[str, Any]:
+    @property
+    def quarantined_bytes(self) -> int:
+        return sum(peer.paths.quarantined_bytes for peer in self.peers)
+
+    @property
+    def late_completions(self) -> int:
+        """Of all connections that there ever were."""
+        return self._ended_late + sum(peer.paths.late_completions for peer in self.peers)
+
+    def describe(self, tenant: str = "") -> dict[str, Any]:
+        """For people. Paths are those to clients of `tenant`, or to all for none."""
+        shown = [(peer, guest) for peer, guest in self.peers.items() if tenant in ("", self._tenants[peer])]
         return {
             "binding": self.binding,
-            "ports": [port.name for port in self.ports],
+            "ports": self.port_rows(),
             "reasons": list(self.reasons),
             "peers": len(self.peers),
             "registered_bytes": self.registered_bytes,
-            "quarantined_bytes": sum(peer.paths.quarantined_bytes for peer in self.peers),
-            "late_completions": sum(peer.paths.late_completions for peer in self.peers),
-            "paths": [row for peer, guest in self.peers.items() for row in path_rows(peer, guest.client)],
+            "quarantined_bytes": self.quarantined_bytes,
+            "late_completions": self.late_completions,
+            "paths": [row for peer, guest in shown for row in path_rows(peer, guest.client, self._tenants[peer])],
         }
+
+    def port_rows(self) -> list[dict[str, Any]]:
+        """One row per port here. Counts are of all paths that there ever were; the rest is of those there are."""
+        rows = {}
+        for nic in self._opened.nics:
+            row: dict[str, Any] = {"port": nic.name, "up": 0, "down": 0, "bytes_per_s": 0.0, "request_s": 0.0}
+            ended = self._ended.get(nic.name, Counter())
+            rows[nic.name] = row | {name: ended[name] for name in COUNTED}
+        for path in (path for peer in self.peers for path in peer.paths.paths):
+            row = rows[self._opened.nics[path.nic].name]
+            row["up" if path.is_up else "down"] += 1
+            row["bytes_per_s"] = max(row["bytes_per_s"], path.rate.bytes_per_s)
+            row["request_s"] = max(row["request_s"], path.rate.request_s)
+            for name, count in counted(path).items():
+                row[name] += count
+        return list(rows.values())
 
     def close(self) -> None:
         """After all connections."""
@@ -181,19 +221,27 @@ class NodeRdma:
         self._opened.close()
 
 
-def path_rows(peer: Peer, client: str) -> Sequence[dict[str, Any]]:
-    """What was measured of each path, for people and metrics."""
+def counted(path: Path) -> dict[str, int]:
+    """What only grows."""
+    return {"read_bytes": path.rate.total_bytes, "failures": path.health.failures, "connects": path.connects}
+
+
+def path_rows(peer: Peer, client: str, tenant: str) -> Sequence[dict[str, Any]]:
+    """What was measured of each path, for people; a client says what it and its ports are called."""
     return [
         {
-            "client": client,
-            "path": path.name,
+            "tenant": tenant,
+            "client": _printable(client),
+            "path": _printable(path.name),
             "up": path.is_up,
             "reason": path.health.reason,
-            "failures": path.health.failures,
-            "connects": path.connects,
-            "read_bytes": path.rate.total_bytes,
-            "bytes_per_s": int(path.rate.bytes_per_s),
-            "latency_us": round(path.rate.request_s * 1e6, 1),
+            **counted(path),
+            "bytes_per_s": path.rate.bytes_per_s,
+            "request_s": path.rate.request_s,
         }
         for path in peer.paths.paths
     ]
+
+
+def _printable(text: str) -> str:
+    return "".join(character if character.isprintable() else "?" for character in text[:MOST_SHOWN])

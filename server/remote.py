@@ -9,7 +9,7 @@ from kvstore.replica import Replica
 from kvstore.transport.rdma.memory import Memory
 from kvstore.transport.rdma.peer import Peer
 from kvstore.transport.rdma.pull import Watch, pull
-from kvstore.transport.rdma.transfer import Fetch
+from kvstore.transport.rdma.transfer import Fetch, merged
 from kvstore.types import DRAM, Cause
 from kvstore.wire_rdma import Fetched, Lend, Lent, Offer
 from server.rdma import NodeRdma
@@ -88,7 +88,8 @@ class RemoteClient:
             except BaseException:
                 self._let_go(replicas)
                 raise
-            await pull(self.watch, self.peer.paths, fetches, slice_bytes=self._rdma.options.slice_bytes,
+            slice_bytes = self._rdma.options.slice_bytes
+            await pull(self.watch, self.peer.paths, merged(fetches, slice_bytes), slice_bytes=slice_bytes,
                        timeout_s=store.limits.put_timeout_s, settled=lambda: self._let_go(replicas))  # fmt: skip
             found = await store.copier.checksums(slots)
         except PeerLost:  # by now no NIC writes into the slots; after others one may, and they are given up

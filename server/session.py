@@ -21,6 +21,7 @@ from kvstore.table import Replica
 from kvstore.types import HBM, NVME, OBJECT, BlockKey, Cause, Owner
 from kvstore.upkeep import Upkeep
 from server.lending import lifting_of
+from server.rdma import NodeRdma
 from server.receipt import Receipt, complete, keys_of, receive_commit, receive_put
 from server.remote import RemoteClient
 from server.stats import stats
@@ -37,12 +38,15 @@ EVICT_STEP_BLOCKS = 64
 class Session:
     """`path` names how blocks travel to this client: shared, tcp, rdma or rest; for the counters."""
 
-    def __init__(self, store: Store, upkeep: Upkeep, tenant: Tenant, owner: Owner, path: str) -> None:
+    def __init__(
+        self, store: Store, upkeep: Upkeep, tenant: Tenant, owner: Owner, path: str, rdma: NodeRdma | None = None
+    ) -> None:
         self.store = store
         self.upkeep = upkeep
         self.tenant = tenant
         self.owner = owner
         self.path = path
+        self._rdma = rdma
         self._waiting = 0
         self._handlers: dict[type[wire.Message], Callable[[Any], Answer]] = {
             wire.Open: self._open,
@@ -380,7 +384,7 @@ class Session:
 
     def _stat(self, request: wire.Stat) -> Answer:
         self.store.note_uses()
-        return wire.Stats(request.id, stats(self.store, self.upkeep, self.tenant))
+        return wire.Stats(request.id, stats(self.store, self.upkeep, self.tenant, self._rdma))
 
     def _set_tier(self, request: wire.SetTier) -> Answer:
         self.upkeep.set_tier(

@@ -9,10 +9,11 @@ from kvstore.store import Store
 from kvstore.table import Tier
 from kvstore.types import DRAM, HBM, OBJECT, TierName
 from kvstore.upkeep import Upkeep
+from server.rdma import NodeRdma
 
 
-def stats(store: Store, upkeep: Upkeep, tenant: Tenant) -> dict[str, Any]:
-    """Nested plain values. An admin sees all tenants, others themselves."""
+def stats(store: Store, upkeep: Upkeep, tenant: Tenant, rdma: NodeRdma | None = None) -> dict[str, Any]:
+    """Nested plain values. An admin sees all tenants, others themselves. Without `rdma` nothing is said of it."""
     mine = [name for name in store.table.tiers[DRAM].tenant_bytes if tenant.admin or name == tenant.name]
     return {
         "tiers": tiers(store, upkeep, tenant),
@@ -24,6 +25,7 @@ def stats(store: Store, upkeep: Upkeep, tenant: Tenant) -> dict[str, Any]:
         "index": {
             name: numbers for name, numbers in store.exports.describe().items() if tenant.admin or name == tenant.name
         },
+        **({"rdma": rdma.describe("" if tenant.admin else tenant.name)} if rdma is not None else {}),
     }
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from kvstore.copier import address_of
-from kvstore.transport.rdma.memory import Memory
 from kvstore.transport.rdma.paths import Path, Paths
 from kvstore.transport.rdma.read_queue import ReadQueue
 from kvstore.transport.rdma.topology import choose_gid
@@ -16,6 +15,19 @@ from kvstore.transport.rdma.verbs import Access, Context, Domain, Own, QueueLimi
 from tests.soft_verbs import SoftFabric, SoftQueuePair, SoftVerbs, is_readable
 
 KIB, MIB = 1 << 10, 1 << 20
+
+
+class Registered:
+    """[address, address + size) in a domain of each NIC."""
+
+    def __init__(self, domains: Sequence[Domain], address: int, size: int, access: Access) -> None:
+        self._regions = [domain.register(address, size, access) for domain in domains]
+        self.lkeys = [region.lkey for region in self._regions]
+        self.rkeys = [region.rkey for region in self._regions]
+
+    def close(self) -> None:
+        for region in self._regions:
+            region.close()
 
 
 class Host:
@@ -28,7 +40,7 @@ class Host:
         self.ports = [context.ports()[0] for context in self.contexts]
         self.map = mmap.mmap(-1, size)
         self.address = address_of(memoryview(self.map))
-        self.memory = Memory(self.domains, self.address, size, access)
+        self.memory = Registered(self.domains, self.address, size, access)
         for thing in (*self.contexts, *self.domains, self.memory):
             stack.callback(thing.close)
 

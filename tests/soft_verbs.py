@@ -440,7 +440,7 @@ class SoftQueuePair:
             self._check()
             if limit < 1:
                 raise ValueError("poll for one and more")
-            found = []
+            found: list[Completion] = []
             completions = self.completions
             while completions and len(found) < limit:
                 completion, place = completions.popleft()

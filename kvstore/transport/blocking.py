@@ -27,6 +27,7 @@ class FrameSocket:
         self._start = self._end = 0  # of what is received in `_small` and not taken yet
         self._requests = 0
         self._begun: set[int] = set()
+        self._unwanted: set[int] = set()
         self._early: dict[int, Any] = {}  # replies that came before they were asked for
 
     def close(self) -> None:
@@ -56,6 +57,11 @@ class FrameSocket:
         self._send(wire.encode(request(number), sum(map(len, payload))), payload, deadline)
         self._begun.add(number)
         return number
+
+    def post(self, request: Callable[[int], wire.Message], deadline: float) -> None:
+        """Send a request whose reply is thrown away when it comes. Raises as `begin`."""
+        self._unwanted.add(self.begin(request, (), deadline))
+        self._begun.discard(self._requests)
 
     def _send(self, frame: bytes, payload: Sequence[memoryview], deadline: float) -> None:
         self._stream.settimeout(left_s(deadline))
@@ -89,6 +95,9 @@ class FrameSocket:
                 raise ProtocolError(f"a payload of {frame.payload_bytes} bytes where {sum(map(len, targets))} belong")
             for target in targets:
                 self._fill(target, deadline)
+            if reply.id in self._unwanted:
+                self._unwanted.discard(reply.id)
+                continue
             if reply.id == 0:  # what belongs to no request ends the connection
                 return reply
             self._early[reply.id] = reply

@@ -17,20 +17,19 @@ from contextlib import aclosing
 from dataclasses import replace
 from fcntl import F_GETLK, F_UNLCK, F_WRLCK, fcntl
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING
 
 import typer
 
 from kvstore.errors import ConfigError, ConnectFailed, StoreError
-from server.commands import output
+from server.commands import doctor_rdma, output
 from server.commands.config import ConfigFile
+from server.commands.finding import Finding, State
 from server.commands.reach import FAILED, invocation, node
 from server.config import Config, NvmeSettings, ObjectSettings, load
 
 if TYPE_CHECKING:
     from kvstore.tiers.bucket import Bucket
-
-State = Literal["ok", "note", "broken"]
 
 LEAST_PYTHON = (3, 11)
 HUGE_PAGE_BYTES = 2 << 20
@@ -42,21 +41,12 @@ CLOCK_UNSYNCHRONISED = 5  # TIME_ERROR
 NETWORKED = {"nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "fuse", "tmpfs", "overlay"}
 
 
-class Finding(NamedTuple):
-    """One thing that was looked at. A `note` works, and could be better or is not needed; `advice` says what to do."""
-
-    name: str
-    state: State
-    found: str
-    advice: str = ""
-
-
 def doctor(context: typer.Context, *, config: ConfigFile = None) -> None:
     """Look at this machine and its node, and say what is wrong, why, and what to do.
 
     Takes the settings that the node is started with. Fails (1) if something
     is broken. It writes one page beside the NVMe tier and removes it again,
-    and asks a bucket for one page of names.
+    asks a bucket for one page of names, and READs 1 MiB on each RDMA port.
 
     \b
     Examples:
@@ -67,7 +57,8 @@ def doctor(context: typer.Context, *, config: ConfigFile = None) -> None:
     settings = load(config, os.environ, context.args)
     disk = _disk(settings.tiers.nvme, settings.tiers.hbm.device)
     findings = [*_machine(settings), *disk, *_object(settings.tiers.object)]
-    findings += [*_devices(settings.tiers.hbm.device), _clock(settings), *_node(context, settings)]
+    findings += [*_devices(settings.tiers.hbm.device), *doctor_rdma.look(settings.rdma, settings.tiers.dram)]
+    findings += [_clock(settings), *_node(context, settings)]
     is_well = all(finding.state != "broken" for finding in findings)
     if invocation(context).json:
         output.emit({"ok": is_well, "checks": [finding._asdict() for finding in findings]})
@@ -313,9 +304,6 @@ def _devices(device: str) -> Iterator[Finding]:
         advice = "" if is_there else f"only needed for {purpose}: pip install 'cairn-kv[{extra}]'"
         state = "ok" if is_there else "broken" if package == "torch" and device else "note"
         yield Finding(package, state, "installed" if is_there else "not installed", advice)
-    verbs = Path("/sys/class/infiniband")
-    found = sorted(device.name for device in verbs.iterdir()) if verbs.exists() else []
-    yield Finding("rdma", "ok" if found else "note", ", ".join(found) or "no device", "" if found else "TCP is used")
 
 
 def _clock(settings: Config) -> Finding:

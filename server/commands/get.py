@@ -38,7 +38,7 @@ def get(
     if target == STDOUT and sys.stdout.isatty():
         raise InvalidRequest("the bytes of a block are nothing for a terminal: give --output FILE")
     found = inputs.key(key)
-    with node(context) as client:
+    with node(context, moves_blocks=True) as client:
         space = client.find(namespace, inputs.part_of([found]))
         (found,) = inputs.chain(space, [found])
         block = client.get_bytes(space, found)

@@ -65,7 +65,7 @@ def put(
     if given and len(given) != len(files):
         raise InvalidRequest(f"{len(given)} keys for {output.count_text(len(files), 'file')}")
     ids = [] if given else inputs.tokens(tokens, prompt_ids)
-    with node(context) as client:
+    with node(context, moves_blocks=True) as client:
         space = client.find(namespace, inputs.part_of(given, part))
         chained = not given
         pieces = list(_pieces(inputs.chain(space, given, ids), files, space.namespace.block_bytes if chained else None))

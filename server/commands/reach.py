@@ -16,12 +16,14 @@ from typer.core import TyperCommand
 from engine_client.address import Address, discover, parse_address
 from engine_client.blocking import BlockingClient
 from kvstore.errors import ConfigError, Forbidden, InvalidRequest, StoreError
+from kvstore.transport.rdma.verbs import Verbs
 from server.commands.inputs import duration
 from server.commands.output import complain
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 PANEL = "Which node"
 PATIENCE_S = 5.0
+TRANSPORT_VARIABLE = "CAIRN_TRANSPORT"
 VARIABLES = {"run_dir": "CAIRN_RUN_DIR", "token": "CAIRN_TOKEN", "address": "CAIRN_ADDRESS"}
 
 
@@ -35,6 +37,7 @@ class Invocation:
     run_dir: str = ""
     timeout: str = ""
     ca_file: str = ""
+    transport: str = ""
 
 
 def _json_option(
@@ -87,6 +90,14 @@ def _node_options(
         str,
         typer.Option(
             metavar="FILE", rich_help_panel=PANEL, help="Authorities to trust for tls://. Default: the system's."
+        ),
+    ] = "",
+    transport: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|local|rdma|tcp",
+            rich_help_panel=PANEL,
+            help="How to go there. Default: without RDMA; where blocks move, CAIRN_TRANSPORT, else auto.",
         ),
     ] = "",
 ) -> None: ...
@@ -143,31 +154,54 @@ def invocation(context: typer.Context) -> Invocation:
 
 
 @contextmanager
-def node(context: typer.Context, patience_s: float = PATIENCE_S) -> Iterator[BlockingClient]:
+def node(
+    context: typer.Context, patience_s: float = PATIENCE_S, *, moves_blocks: bool = False
+) -> Iterator[BlockingClient]:
     """The node that was asked for, connected; `patience_s` per answer where no --timeout is given.
+
+    Whoever `moves_blocks` goes by RDMA where it can, and as CAIRN_TRANSPORT says; others only if --transport says so.
 
     A token that was found in the run directory goes to nodes of this host only, and over the Unix socket
     only if the node wants one: the file may be of a time before tenants were configured.
     """
     options = invocation(context)
+    address, token = target(options)
+    transport = options.transport or ("local" if address.path else "tcp")
+    if moves_blocks:
+        transport = wanted_transport(options)
+    with connected(context, address, token, transport, patience_s=patience_s) as client:
+        yield client
+
+
+def wanted_transport(options: Invocation) -> str:
+    """Of a command that moves blocks."""
+    return options.transport or os.environ.get(TRANSPORT_VARIABLE, "") or "auto"
+
+
+@contextmanager
+def connected(context: typer.Context, address: Address, token: str, transport: str, *, patience_s: float = PATIENCE_S,
+              verbs: Verbs | None = None) -> Iterator[BlockingClient]:  # fmt: skip
+    """A client of the node at `address`, connected; closed at the end, and when it cannot be."""
+    options = invocation(context)
     timeout_s = duration(options.timeout) if options.timeout else patience_s
-    address, token = _target(options)
     name = f"cairn {context.info_name}, pid {os.getpid()}"
     tokens = ["", token] if address.path and token and not options.token else [token]
     while True:
         offered = tokens.pop(0)
-        client = BlockingClient(str(address), offered, timeout_s=timeout_s, name=name, ca_file=options.ca_file)
-        try:
-            client.connect()
-            break
-        except Forbidden:
-            if not tokens:
-                raise
-    with client:
-        yield client
+        with BlockingClient(str(address), offered, timeout_s=timeout_s, name=name, ca_file=options.ca_file,
+                            transport=transport, verbs=verbs) as client:  # fmt: skip
+            try:
+                client.connect()
+            except Forbidden:
+                if not tokens:
+                    raise
+                continue
+            yield client
+            return
 
 
-def _target(options: Invocation) -> tuple[Address, str]:
+def target(options: Invocation) -> tuple[Address, str]:
+    """The node's address, and the token to say there."""
     given = {variable: getattr(options, name) for name, variable in VARIABLES.items() if getattr(options, name)}
     where, token = discover({**os.environ, **given})
     address = parse_address(where)

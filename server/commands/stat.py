@@ -60,6 +60,35 @@ def _print(found: dict[str, Any]) -> None:
     for name, label, count in _counted("", found["counters"]):
         counters.add_row(label, output.size_text(count) if name.endswith("_bytes") else f"{count:,}")
     output.say(tenants, "", counters)
+    if found.get("rdma", {}).get("ports"):
+        _print_rdma(found["rdma"])
+
+
+def _print_rdma(found: dict[str, Any]) -> None:
+    """Nothing of a node without RDMA: there is nothing to operate."""
+    held = f"{output.size_text(found['registered_bytes'])} registered"
+    if found["quarantined_bytes"]:
+        held += f", {output.size_text(found['quarantined_bytes'])} in quarantine"
+    late = f"{found['late_completions']:,} late completions"
+    ports = ", ".join(row["port"] for row in found["ports"])
+    peers = output.count_text(found["peers"], "connection")
+    output.say("", f"RDMA by {found['binding']} on {ports}: {peers}, {held}, {late}", *found["reasons"])
+    if not found["paths"]:
+        return
+    paths = output.table("client", "path", "state", ">READ", ">speed", ">a READ", ">failures", ">connects")
+    for row in found["paths"]:
+        state = row["reason"] or ("up" if row["up"] else "down")
+        paths.add_row(
+            row["client"],
+            row["path"],
+            state if row["up"] else output.alarm(state),
+            output.size_text(row["read_bytes"]),
+            output.rate_text(row["bytes_per_s"]),
+            f"{row['request_s'] * 1e6:,.0f} us" if row["request_s"] else "-",
+            f"{row['failures']:,}",
+            f"{row['connects']:,}",
+        )
+    output.say("", paths)
 
 
 def _counted(name: str, value: Any) -> list[tuple[str, str, int]]:

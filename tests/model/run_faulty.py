@@ -24,6 +24,8 @@ SUITES = {
     "published": ["model/test_published_model.py"],
     "channel": ["unit/test_channel.py", "unit/test_channel_stream.py", "unit/test_channel_socket.py"],
     "channel model": ["model/test_channel_model.py"],
+    "transfers": ["unit/test_read_queue.py", "unit/test_rdma_paths.py"],
+    "transfers model": ["model/test_rdma_transfers_model.py"],
 }
 OPTIONS = ["-q", "-x", "--tb=line", "--assert=plain", "-p", "no:cacheprovider", "--noconftest", "--rootdir", "."]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.model import channel_faults, faults, published_faults, tier_faults
+from tests.model import channel_faults, faults, published_faults, rdma_faults, tier_faults
 from tests.model.faults import Fault
 
 FAULTS = {
@@ -22,6 +22,8 @@ FAULTS = {
     "published": published_faults.FAULTS,
     "channel": channel_faults.FAULTS,
     "channel model": channel_faults.MODEL_FAULTS,
+    "transfers": rdma_faults.FAULTS,
+    "transfers model": rdma_faults.MODEL_FAULTS,
 }
 Outcomes = Callable[[str], dict[str, tuple[int, str]]]
 REPO = Path(__file__).parents[2]

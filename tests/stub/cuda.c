@@ -1,14 +1,23 @@
 /* A libcuda.so.1 for machines without a GPU: one device whose memory is host memory, and streams that are always done.
  * kvikio runs its real code over it. Build: cc -shared -fPIC -Wl,-soname,libcuda.so.1 -o libcuda.so.1 cuda.c
+ * Its dma-bufs hold no memory but what was asked for: first byte and size. -DDMA_BUF_SUPPORTED=0: it has none.
  * Allocate and free device memory only while nothing is read or written. */
+#define _GNU_SOURCE
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#ifndef DMA_BUF_SUPPORTED
+#define DMA_BUF_SUPPORTED 1
+#endif
 
 typedef int Result;
 typedef unsigned long long Address;
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_SUPPORTED = 801 };
 enum { ATTRIBUTE_CONTEXT = 1, ATTRIBUTE_MEMORY_TYPE = 2, ATTRIBUTE_DEVICE_ORDINAL = 9 };
+enum { DEVICE_ATTRIBUTE_DMA_BUF = 124, HANDLE_DMA_BUF_FD = 1 };
 enum { MEMORY_OF_DEVICE = 2, ALLOCATIONS = 64, PAGE = 4096 };
 
 static struct { char *start; size_t size; } allocations[ALLOCATIONS];
@@ -77,6 +86,22 @@ Result cuMemGetAddressRange_v2(Address *start, size_t *size, Address address) {
     return SUCCESS;
 }
 
+/* As the real one: whole pages, all within one allocation. */
+Result cuMemGetHandleForAddressRange(void *handle, Address start, size_t size, int kind, unsigned long long flags) {
+    int i = allocation_of(start);
+    if (kind != HANDLE_DMA_BUF_FD || flags || i < 0 || start % PAGE || size % PAGE || !size) return INVALID_VALUE;
+    if (start + size > (Address)allocations[i].start + allocations[i].size) return INVALID_VALUE;
+    unsigned long long asked[2] = {start, size};
+    int fd = memfd_create("dma-buf of a stub", MFD_CLOEXEC);
+    if (fd < 0) return OUT_OF_MEMORY;
+    if (write(fd, asked, sizeof asked) != sizeof asked) {
+        close(fd);
+        return OUT_OF_MEMORY;
+    }
+    *(int *)handle = fd;
+    return SUCCESS;
+}
+
 static Result copy(Address target, Address source, size_t size) {
     memcpy((void *)target, (void *)source, size);
     return SUCCESS;
@@ -101,7 +126,10 @@ Result cuGetErrorName(Result result, const char **name) { *name = "STUB"; return
 Result cuGetErrorString(Result result, const char **text) { *text = "the stub says no"; return SUCCESS; }
 Result cuDeviceGetCount(int *count) { *count = 1; return SUCCESS; }
 Result cuDeviceGet(int *device, int ordinal) { *device = ordinal; return ordinal ? INVALID_VALUE : SUCCESS; }
-Result cuDeviceGetAttribute(int *value, int attribute, int device) { *value = 0; return SUCCESS; }
+Result cuDeviceGetAttribute(int *value, int attribute, int device) {
+    *value = attribute == DEVICE_ATTRIBUTE_DMA_BUF ? DMA_BUF_SUPPORTED : 0;
+    return SUCCESS;
+}
 Result cuDevicePrimaryCtxRetain(void **made, int device) { *made = &context; return SUCCESS; }
 Result cuDevicePrimaryCtxRelease_v2(int device) { return SUCCESS; }
 Result cuCtxCreate_v4(void **made, void *parameters, unsigned flags, int device) { *made = &context; return SUCCESS; }

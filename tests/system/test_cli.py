@@ -946,7 +946,7 @@ def test_all_commands_are_there():
     assert set(COMMANDS) == {
         *("node", "config show", "demo", "put", "get", "match", "ls", "evict", "pin", "unpin", "explain"),
         *("namespace define", "namespace show", "stat", "tiers", "check", "top"),
-        *("promote", "demote", "drain", "doctor", "trace replay"),
+        *("promote", "demote", "drain", "doctor", "trace replay", "bench transport"),
     }
 
 

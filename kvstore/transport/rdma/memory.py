@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvstore.copier import address_of
 from kvstore.errors import InvalidRequest
-from kvstore.transport.rdma.topology import memory_node
+from kvstore.transport.rdma.topology import SYSFS, memory_node, numa_nodes
 from kvstore.transport.rdma.verbs import Access, Domain, MemoryRegion
 
 ALIGN_BYTES = 4096
@@ -126,6 +126,8 @@ class Staging:
 
 
 def _numa_node(address: int) -> int:
+    if len(numa_nodes(SYSFS)) < 2:
+        return -1  # nothing to choose, and the file is made by a walk over all that is mapped
     try:
         return memory_node(address, NUMA_MAPS.read_text())
     except OSError:  # a kernel without NUMA

@@ -1,12 +1,22 @@
 """The RDMA ports of this host that can be used, opened; and how this store uses them."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from kvstore.errors import ConfigError
-from kvstore.transport.rdma.topology import SYSFS, UNKNOWN, NicPlace, choose_gid, distance, nic_places
+from kvstore.transport.rdma.topology import (
+    SYSFS,
+    UNKNOWN,
+    NicPlace,
+    choose_gid,
+    distance,
+    nic_places,
+    node_of_cpus,
+    preferred,
+)
 from kvstore.transport.rdma.verbs import Context, Gid, Port, QueueLimits, Timers, Verbs, VerbsError
 from kvstore.wire_rdma import RdmaPort
 
@@ -69,7 +79,8 @@ class Opened(NamedTuple):
 
 
 def open_nics(verbs: Verbs, devices: Sequence[str], sysfs: Path = SYSFS) -> Opened:
-    """The active ports of these devices; of all devices for none, the fastest first.
+    """The active ports of these devices; of all devices for none: preferred ones first, by NUMA
+    node of this process, then by rate.
 
     Never raises: `reasons` say what is missing.
     """
@@ -88,12 +99,13 @@ def open_nics(verbs: Verbs, devices: Sequence[str], sysfs: Path = SYSFS) -> Open
             _open_ports(verbs, name, devices, opened)
     places = nic_places(sysfs)
     opened.nics[:] = [nic._replace(place=places.get(nic.context.device)) for nic in opened.nics]
-    opened.nics.sort(key=lambda nic: -nic.place.rate_gbps if nic.place is not None else 0.0)
+    near, far = preferred(list(places.values()), node_of_cpus(os.sched_getaffinity(0), sysfs))
+    order = [place.device for place in (*near, *far)]
+    opened.nics.sort(key=lambda nic: order.index(nic.context.device) if nic.context.device in order else -1)
     return opened
 
 
 def _open_ports(verbs: Verbs, device: str, devices: Sequence[str], opened: Opened) -> None:
-    context: Context | None = None
     used = len(opened.nics)
     try:
         context = verbs.open(device)
@@ -108,7 +120,7 @@ def _open_ports(verbs: Verbs, device: str, devices: Sequence[str], opened: Opene
                 opened.nics.append(Nic(context, port, choose_gid(port)))
             except ConfigError as error:
                 opened.reasons.append(f"{name}: {error}")
+        if len(opened.nics) == used:
+            context.close()
     except VerbsError as error:
         opened.reasons.append(f"{device}: {error}")
-    if context is not None and len(opened.nics) == used:
-        context.close()

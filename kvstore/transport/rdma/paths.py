@@ -6,6 +6,7 @@ Pure but for the queue pairs: whoever waits for a descriptor calls `progress`, w
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from kvstore.bandwidth import Bandwidth
 from kvstore.errors import PeerLost, StaleLease
@@ -209,7 +210,7 @@ class Paths:
             return
         transfer.pending.appendleft(piece)
         if transfer not in self._waiting:
-            self._waiting.append(transfer)
+            self._waiting.appendleft(transfer)
 
     def _end_quarantine(self) -> None:
         """That is nobody's failure."""
@@ -243,13 +244,13 @@ class Paths:
         """Slices of the first transfer into the queue pairs with room; whether any was posted."""
         transfer = self._waiting.popleft()
         lanes = [Lane(path, queue, transfer.numa_node) for path in self.paths if path.is_up for queue in path.queues]
+        with_room = [lane for lane in lanes if lane.slots > 0]
         taken = 0
-        while transfer.pending and taken < TURN_SLICES:
-            size = transfer.pending[0].size
-            lane = min((lane for lane in lanes if lane.slots > 0), key=Lane.arrival_s, default=None)
-            if lane is None:
-                break
-            lane.take(transfer.pending.popleft(), size)
+        while transfer.pending and with_room and taken < TURN_SLICES:
+            lane = min(with_room, key=SPENT_S)
+            lane.take(transfer.pending.popleft())
+            if lane.slots <= 0:
+                with_room.remove(lane)
             taken += 1
         if not taken:
             self._waiting.appendleft(transfer)
@@ -290,11 +291,11 @@ class Lane:
         self.spent_s = path.rate.request_s or FAR_S * path.distance(numa_node)
         self.spent_s += queue.in_flight_bytes * self._byte_s
 
-    def arrival_s(self) -> float:
-        return self.spent_s
-
-    def take(self, piece: Slice, size: int) -> None:
+    def take(self, piece: Slice) -> None:
         self.slices.append(piece)
-        self.spent_s += size * self._byte_s
-        self.bytes_left -= size
+        self.spent_s += piece.size * self._byte_s
+        self.bytes_left -= piece.size
         self.slots = self.slots - 1 if self.bytes_left > 0 else 0
+
+
+SPENT_S = attrgetter("spent_s")

@@ -11,6 +11,7 @@ from kvstore.transport.rdma.memory import Memory
 from kvstore.transport.rdma.nic import Nic, Options
 from kvstore.transport.rdma.paths import Path, Paths
 from kvstore.transport.rdma.read_queue import ReadQueue
+from kvstore.transport.rdma.topology import same_fabric
 from kvstore.transport.rdma.verbs import Access, Domain, Own, QueuePair, Remote, VerbsError
 from kvstore.wire_rdma import Join, Joined, PathEnds, QueueEnd, RdmaPort
 
@@ -225,8 +226,12 @@ def check_ports(ports: Sequence[RdmaPort]) -> None:
 def pairs(nics: Sequence[Nic], ports: Sequence[RdmaPort]) -> list[tuple[int, int]]:
     """(NIC here, port there), each at least once: side by side, as the rails of a cluster are wired.
 
-    Only those of one link layer.
+    Only those that may be of one network.
     """
     count = max(len(nics), len(ports)) if nics and ports else 0
     sides = [(at % len(nics), at % len(ports)) for at in range(count)]
-    return [(nic, port) for nic, port in sides if nics[nic].port.link_layer == ports[port].link_layer]
+    return [(nic, port) for nic, port in sides if _fit(nics[nic], ports[port])]
+
+
+def _fit(nic: Nic, port: RdmaPort) -> bool:
+    return same_fabric(nic.gid.raw, nic.port.link_layer, port.gid, port.link_layer)

@@ -92,7 +92,7 @@ def pull_blocking(paths: Paths, fetches: Sequence[Fetch], *, slice_bytes: int, d
                   settled: Callable[[], None]) -> None:  # fmt: skip
     """As `pull`, asleep until `deadline` of time.monotonic. PeerLost too when the TCP connection `lifeline` ends.
 
-    Late, it has settled too, unless a device is gone: nobody would hear of completions, so its paths are reset.
+    It has settled then, unless a device is gone: nobody would hear of completions, so its paths are reset.
     """
     transfer = Transfer(fetches, slice_bytes, settled=settled)
     poll = select.poll()
@@ -101,20 +101,20 @@ def pull_blocking(paths: Paths, fetches: Sequence[Fetch], *, slice_bytes: int, d
     poll.register(lifeline, select.POLLRDHUP)
     paths.start(transfer)
     try:
-        while not transfer.is_settled:
-            if transfer.is_ended and any(path.is_dead for path in paths.paths):
-                break
+        while not transfer.is_ended:
             now = time.monotonic()
             if now >= deadline:
                 raise DeadlineExceeded("blocks did not come by RDMA in time")
+            if paths.next_expiry is not None and now >= paths.next_expiry:
+                paths.expire()
             wake_at = min(deadline, paths.next_expiry or deadline)
             events = poll.poll(max((wake_at - now) * 1000, 1))
             if any(fd == lifeline for fd, _ in events):
                 raise PeerLost("the peer hung up")
             for fd, _ in events:
                 paths.progress(fd)
-            if not events:
-                paths.expire()
+                if fd not in paths.fds():  # its device is gone, and it would be readable for ever
+                    poll.unregister(fd)
     finally:
         paths.call_off(transfer)
         for path in paths.paths:

@@ -20,6 +20,25 @@ class Fetch(NamedTuple):
     numa_node: int = -1  # of the memory here
 
 
+def merged(fetches: Sequence[Fetch], most_bytes: int) -> list[Fetch]:
+    """Neighbours on both sides as one, up to `most_bytes`: blocks of a chain often lie one after the other."""
+    found = list(fetches[:1])
+    for fetch in fetches[1:]:
+        last = found[-1]
+        size = last.size + fetch.size
+        if (
+            last.address + last.size == fetch.address
+            and last.remote_address + last.size == fetch.remote_address
+            and last.lkeys == fetch.lkeys
+            and last.rkeys == fetch.rkeys
+            and size <= most_bytes
+        ):
+            found[-1] = Fetch(last.address, last.lkeys, last.remote_address, last.rkeys, size, last.numa_node)
+        else:
+            found.append(fetch)
+    return found
+
+
 class Slice:
     """A part of a block that one READ fetches."""
 

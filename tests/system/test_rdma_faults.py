@@ -442,7 +442,7 @@ def test_nor_do_they_in_an_event_loop(cluster) -> None:
     asyncio.run(run(cluster(TWO)))
 
 
-def test_a_device_that_vanishes_leaves_the_other(cluster) -> None:
+def test_a_device_that_vanishes_ends_a_call_in_time(cluster) -> None:
     here = cluster(TWO)
     one = SoftVerbs(here.fabric, TWO)
     with here.client(one, rdma=Options(devices=("soft0",))) as client:

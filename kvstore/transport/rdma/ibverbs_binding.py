@@ -10,6 +10,7 @@ import ibverbs as ib
 
 from kvstore.transport.rdma.sysfs_gids import read_gids
 from kvstore.transport.rdma.verbs import (
+    CLOSED,
     Access,
     Completion,
     Own,
@@ -258,16 +259,6 @@ class IbQueuePair:
 
 def _text(name: str | bytes) -> str:
     return name if isinstance(name, str) else name.decode()
-
-
-class Closed:
-    """In place of what was closed."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise VerbsError(errno.EBADF, f"{name} of a queue pair that is closed")
-
-
-CLOSED = Closed()
 
 
 def load() -> IbVerbs:

@@ -116,12 +116,11 @@ class Peer:
         return Joined(join.id, tuple(answers), channel)
 
     def _check(self, ends: PathEnds) -> None:
-        known = self.paths.paths
         if not 0 <= ends.client_port < len(self._ports) or not 0 <= ends.node_port < len(self._nics):
             raise ProtocolError(f"a path from port {ends.client_port} to {ends.node_port}: there are no such ports")
         if not 0 < len(ends.queues) <= MOST_QUEUES:
             raise ProtocolError(f"a path of {len(ends.queues)} queue pairs; at most {MOST_QUEUES}")
-        if not 0 <= ends.number < self._options.most_paths or ends.number > len(known) + self._options.most_paths:
+        if not 0 <= ends.number < self._options.most_paths:
             raise ProtocolError(f"path {ends.number}; at most {self._options.most_paths}")
 
     def _accept_path(self, ends: PathEnds) -> PathEnds | None:

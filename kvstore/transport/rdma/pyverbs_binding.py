@@ -23,6 +23,7 @@ from pyverbs.wr import SGE, RecvWR, SendWR
 
 from kvstore.transport.rdma.sysfs_gids import read_gids
 from kvstore.transport.rdma.verbs import (
+    CLOSED,
     Access,
     Completion,
     Own,
@@ -378,16 +379,6 @@ def _hidden_fd(channel: Any, context: Any) -> int:
     if os.readlink(f"/proc/self/fd/{fd}") != OPENED:
         raise OSError(errno.ENOTSUP, "this pyverbs does not tell the descriptor of a completion channel")
     return fd
-
-
-class Closed:
-    """In place of what was closed."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise VerbsError(errno.EBADF, f"{name} of a queue pair that is closed")
-
-
-CLOSED = Closed()
 
 
 def load() -> PyVerbs:

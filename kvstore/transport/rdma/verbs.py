@@ -5,10 +5,11 @@ descriptor becomes readable after `arm` once a completion is there. The queue is
 cannot overflow. One thread uses an object at a time.
 """
 
+import errno
 from collections.abc import Callable, Sequence
 from enum import IntFlag
 from importlib import import_module
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from kvstore.errors import ConfigError
 
@@ -26,6 +27,16 @@ STATUSES: Final = (
 
 class VerbsError(OSError):
     """A verbs call was refused. `errno` is the system's where there is one."""
+
+
+class Closed:
+    """In place of a binding's objects that were closed: some crash the process when they are asked anything."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise VerbsError(errno.EBADF, f"{name} of a queue pair that is closed")
+
+
+CLOSED = Closed()
 
 
 class Access(IntFlag):

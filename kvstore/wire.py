@@ -15,6 +15,27 @@ import msgspec
 from kvstore.errors import ERRORS, ProtocolError, Rejected, StoreError
 from kvstore.message import Message as Message
 from kvstore.prefix import Namespace
+from kvstore.wire_cluster import ClusterReply, ClusterRequest
+from kvstore.wire_operators import Check as Check
+from kvstore.wire_operators import Checked as Checked
+from kvstore.wire_operators import Demote as Demote
+from kvstore.wire_operators import Demoted as Demoted
+from kvstore.wire_operators import Drain as Drain
+from kvstore.wire_operators import Drained as Drained
+from kvstore.wire_operators import Evict as Evict
+from kvstore.wire_operators import Evicted as Evicted
+from kvstore.wire_operators import Explain as Explain
+from kvstore.wire_operators import Explained as Explained
+from kvstore.wire_operators import List as List
+from kvstore.wire_operators import Listed as Listed
+from kvstore.wire_operators import Pin as Pin
+from kvstore.wire_operators import Pinned as Pinned
+from kvstore.wire_operators import Promote as Promote
+from kvstore.wire_operators import Promoted as Promoted
+from kvstore.wire_operators import SetTier as SetTier
+from kvstore.wire_operators import Stat as Stat
+from kvstore.wire_operators import Stats as Stats
+from kvstore.wire_operators import Unpin as Unpin
 from kvstore.wire_rdma import Fetched as Fetched
 from kvstore.wire_rdma import Join as Join
 from kvstore.wire_rdma import Joined as Joined
@@ -29,11 +50,15 @@ HEADER = struct.Struct("<IIQ")
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """First of a connection. An empty token is for the Unix socket's own tenant."""
+    """First of a connection. An empty token is for the Unix socket's own tenant.
+
+    With the cluster's token comes another node: for the blocks of `tenant`, or, if that is empty, about the cluster.
+    """
 
     protocol: int
     token: str
     client: str  # who is asking: for logs and `stat`
+    tenant: str = ""
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -69,10 +94,15 @@ class Attached(Message, frozen=True, tag="attached"):
 
 
 class Open(Message, frozen=True, tag="open"):
-    """Name a namespace. The first to use a name says what it stands for."""
+    """Name a namespace. The first to use a name says what it stands for.
+
+    An empty name is for other nodes: the namespace of these fields, if it is known here under whatever name.
+    """
 
     name: str
     namespace: Namespace | None  # None: whatever the name stands for already
+    replicas: int = -1  # copies to keep in a cluster: 0 as many as heat asks for, -1 whatever was said last
+    through: bool = False  # commits wait for them
 
 
 class Opened(Message, frozen=True, tag="opened"):
@@ -82,10 +112,15 @@ class Opened(Message, frozen=True, tag="opened"):
 
 
 class Match(Message, frozen=True, tag="match"):
-    """How many of a chain's blocks are here, from the first. Holds nothing."""
+    """How many of a chain's blocks are here, from the first. Holds nothing.
+
+    In a cluster, those that other nodes have count too. `parent` is the key before the first, empty at the chain's
+    start: without it other nodes' blocks are found from the start of a chain only.
+    """
 
     namespace: int
     keys: bytes
+    parent: bytes = b""
 
 
 class Matched(Message, frozen=True, tag="matched"):
@@ -98,7 +133,8 @@ class Acquire(Message, frozen=True, tag="acquire"):
     With `layers` > 0 a block that is being written counts as soon as that many layers are in place.
     With `deliver` nothing is held beyond the answer: the blocks follow it as payload.
     Blocks of lower tiers are loaded if they come within `load_ms`, and sooner than they could be computed at
-    `tokens_per_s` (0: not known). With `tier` "hbm" they are brought there, and held there and nowhere else.
+    `tokens_per_s` (0: not known); so are, in a cluster, those of other nodes (`parent` as for Match).
+    With `tier` "hbm" they are brought there, and held there and nowhere else.
     """
 
     namespace: int
@@ -110,6 +146,7 @@ class Acquire(Message, frozen=True, tag="acquire"):
     load_ms: int = 0
     tokens_per_s: float = 0.0
     tier: str = ""
+    parent: bytes = b""
 
 
 class Acquired(Message, frozen=True, tag="acquired"):
@@ -180,45 +217,6 @@ class Abort(Message, frozen=True, tag="abort"):
     grant_id: int
 
 
-class Promote(Message, frozen=True, tag="promote"):
-    """Begin to load what of these blocks lower tiers have, 1,024 at most, and do not wait for it."""
-
-    namespace: int
-    keys: bytes
-    load_ms: int
-
-
-class Promoted(Message, frozen=True, tag="promoted"):
-    loading: int  # blocks (parts) on their way
-
-
-class Demote(Message, frozen=True, tag="demote"):
-    """Write blocks into a lower tier: those of `keys`, or all of the namespace with `whole`. With `evict` they go from
-    DRAM then."""
-
-    namespace: int
-    keys: bytes
-    whole: bool
-    tier: str
-    evict: bool
-
-
-class Demoted(Message, frozen=True, tag="demoted"):
-    written: int  # blocks that the tier has now and had not
-    evicted: int
-
-
-class Drain(Message, frozen=True, tag="drain"):
-    """Empty a tier: what is worth it goes to the next lower one. Needs an admin."""
-
-    tier: str
-
-
-class Drained(Message, frozen=True, tag="drained"):
-    blocks: int
-    left: int  # held by somebody, or its slab is
-
-
 class Report(Message, frozen=True, tag="report"):
     """A reader found bytes that do not have their checksum: the node looks for itself, and drops them if so."""
 
@@ -228,88 +226,6 @@ class Report(Message, frozen=True, tag="report"):
 
 class Reported(Message, frozen=True, tag="reported"):
     corrupt: int
-
-
-class Evict(Message, frozen=True, tag="evict"):
-    """Delete blocks by key, or all of the namespace with `whole`; from one tier only if it is named."""
-
-    namespace: int
-    keys: bytes
-    whole: bool = False
-    tier: str = ""
-
-
-class Evicted(Message, frozen=True, tag="evicted"):
-    blocks: int
-    freed_bytes: int
-
-
-class Pin(Message, frozen=True, tag="pin"):
-    """Keep the prefix of `keys` that is here: `hard` never goes, soft goes last."""
-
-    namespace: int
-    keys: bytes
-    hard: bool
-    ttl_ms: int
-
-
-class Pinned(Message, frozen=True, tag="pinned"):
-    pin_id: int  # 0 where nothing was there to pin
-    blocks: int
-
-
-class Unpin(Message, frozen=True, tag="unpin"):
-    pin_id: int
-
-
-class Explain(Message, frozen=True, tag="explain"):
-    """Why these blocks would hit or miss. With `tokens` (u32 each) other namespaces are looked at too."""
-
-    namespace: int
-    keys: bytes
-    tokens: bytes = b""
-
-
-class Explained(Message, frozen=True, tag="explained"):
-    blocks: list[dict[str, Any]]
-
-
-class List(Message, frozen=True, tag="list"):
-    """Blocks of a namespace, in no order but a stable one, after the key `after` (empty: from the start)."""
-
-    namespace: int
-    after: bytes
-    limit: int
-
-
-class Listed(Message, frozen=True, tag="listed"):
-    blocks: list[dict[str, Any]]
-    more: bool
-
-
-class Stat(Message, frozen=True, tag="stat"):
-    """What the node says of itself, of the tenant's namespaces, of its tiers."""
-
-
-class Stats(Message, frozen=True, tag="stats"):
-    values: dict[str, Any]
-
-
-class SetTier(Message, frozen=True, tag="set_tier"):
-    """Change a tier while it serves. None leaves a value as it is. Needs an admin."""
-
-    tier: str
-    capacity_bytes: int | None = None
-    high_watermark: float | None = None
-    low_watermark: float | None = None
-
-
-class Check(Message, frozen=True, tag="check"):
-    """Fsck of the live node. Needs an admin."""
-
-
-class Checked(Message, frozen=True, tag="checked"):
-    problems: list[str]
 
 
 class Done(Message, frozen=True, tag="done"):
@@ -325,10 +241,12 @@ class Failed(Message, frozen=True, tag="failed"):
 Request = (
     Hello | Attach | Open | Match | Acquire | Renew | Release | Put | Progress | Commit | Abort | Report
     | Promote | Demote | Drain | Evict | Pin | Unpin | Explain | List | Stat | SetTier | Check | Join | Lend | Offer
+    | ClusterRequest
 )  # fmt: skip
 Reply = (
     Welcome | Attached | Opened | Matched | Acquired | Placed | Reported | Promoted | Demoted | Drained
     | Evicted | Pinned | Explained | Listed | Stats | Checked | Done | Failed | Joined | Lent | Fetched
+    | ClusterReply
 )  # fmt: skip
 
 REQUESTS: dict[str, type[Message]] = {str(cls.__struct_config__.tag): cls for cls in Request.__args__}

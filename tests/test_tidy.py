@@ -31,7 +31,9 @@ LAYERS = [  # inside kvstore: a module imports only from lines above its own
         "health",
         "ledger_format",
         "wire_rdma",
+        "wire_operators",
     },
+    {"wire_cluster"},
     {"published", "wire", "packed", "copier", "replica", "diskblock", "compression", "replay", "ledger"},
     {"evictable", "emptying", "transport", "disk_queue"},
     {"tiers", "tier_state"},
@@ -41,8 +43,8 @@ LAYERS = [  # inside kvstore: a module imports only from lines above its own
     {"promotion", "demotion", "reclaim", "defragment", "recover", "fsck"},
     {"puts", "reads", "straight"},
     {"lifting"},
-    {"store", "directory", "replication", "membership"},
-    {"explain", "upkeep"},
+    {"store"},
+    {"explain", "upkeep", "cluster"},
 ]
 KVSTORE_MODULES = set().union(*LAYERS)
 MAY_IMPORT = {  # a package, and what it may import of the others; nobody imports server
@@ -71,7 +73,9 @@ PURE = [  # no I/O, no clock, no threads, no await
     *(
         f"kvstore/{name}.py"
         for name in (
-            *("types", "errors", "prefix", "wire", "slab", "table", "directory", "replication"),
+            *("types", "errors", "prefix", "wire", "wire_cluster", "wire_operators", "slab", "table"),
+            *(f"cluster/{pure}" for pure in ("members", "naming", "homes", "directory", "announcer")),
+            *(f"cluster/{pure}" for pure in ("choice", "heat", "replication", "window")),
             *("admission", "bandwidth", "health", "diskblock", "replay"),
             *(
                 "gallop",
@@ -110,6 +114,7 @@ IMPURE = {
 THIRD_PARTY = {  # a dependency, and the modules that know it
     "msgspec": [
         *("kvstore/prefix.py", "kvstore/message.py", "kvstore/wire.py", "kvstore/wire_rdma.py"),
+        "kvstore/cluster/members.py",
         *("server/config.py", "server/sources.py"),
     ],
     "ibverbs": ["kvstore/transport/rdma/ibverbs_binding.py"],
@@ -122,6 +127,7 @@ THIRD_PARTY = {  # a dependency, and the modules that know it
         *("kvstore/prefix.py", "kvstore/copier.py", "kvstore/region.py", "kvstore/explain.py", "kvstore/ledger*.py"),
         *("kvstore/recover.py", "kvstore/fsck.py", "kvstore/salvage.py", "kvstore/replay.py", "kvstore/tiers/*"),
         "kvstore/admission.py",
+        "kvstore/cluster/*",
         *(
             "engine_client/layout.py",
             "engine_client/codec.py",
@@ -129,6 +135,9 @@ THIRD_PARTY = {  # a dependency, and the modules that know it
             "engine_client/quantise.py",
         ),
     ],
+    "etcd3aio": ["kvstore/cluster/etcd.py"],
+    "grpc": ["kvstore/cluster/etcd.py"],
+    "zmq": ["server/zmq_events.py"],
     "rocksdict": ["kvstore/ledger.py"],
     "kvikio": ["kvstore/tiers/kvikio_file.py"],
     "obstore": ["kvstore/tiers/object_store.py"],

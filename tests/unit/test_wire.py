@@ -38,7 +38,8 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     if get_origin(hint) is list:
         return st.lists(values(get_args(hint)[0]), max_size=3)
     if get_origin(hint) is dict:
-        return st.dictionaries(st.text(max_size=4), ANYTHING, max_size=3)
+        _, of = get_args(hint)
+        return st.dictionaries(st.text(max_size=4), ANYTHING if of is Any else values(of), max_size=3)
     plain: dict[Any, st.SearchStrategy[Any]] = {
         int: st.integers(-(2**63), 2**64 - 1),
         str: st.text(max_size=20),

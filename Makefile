@@ -13,7 +13,7 @@ KVIKIO := kvikio-cu13==26.10.0 libkvikio-cu13==26.10.0 rapids-logger==0.3.0 nvid
 
 quoted = '$(subst ','\'',$(1))'
 
-.PHONY: help demo test bench check fmt clean vm vm-50 vm-shell vm-setup
+.PHONY: help demo test bench check fmt clean sim-10000 vm vm-50 vm-shell vm-setup
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 8
@@ -57,6 +57,9 @@ vm-setup: ## install what the guest needs, as root with apt, and make its kernel
 		DEBIAN_FRONTEND=noninteractive apt-get -qq -y -o DPkg::Lock::Timeout=300 install --no-install-recommends $$packages; \
 	fi; \
 	$(PYTHON) tests/vm/machine.py build
+
+sim-10000: $(VENV)/.dev ## run a simulated cluster under 10,000 seeds (ARGS: --start, --minutes)
+	@$(BIN)/python -m tests.sim.run --seeds 10000 $(ARGS)
 
 clean: ## remove the virtual environment and everything that was built
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

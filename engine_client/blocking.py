@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -92,7 +93,7 @@ class BlockingClient(Operating, Slots):
         self._turn = threading.RLock()
         self._stream: FrameSocket | None = None
         self._link: Link | None = None
-        self._spaces: list[OpenSpace] = []
+        self._openings: list[Callable[[Link], Operation[OpenSpace]]] = []
         self._retry = Retry()
         self._look_at = 0.0
         self._until = math.inf
@@ -121,11 +122,14 @@ class BlockingClient(Operating, Slots):
         """Connect now rather than at the first call; what the node said of itself."""
         return self._drive(operations.welcome, within_s)
 
-    def open(self, name: str, namespace: Namespace, part: int = 0) -> OpenSpace:
-        """Name a namespace and use it. The first to use a name says what it stands for."""
+    def open(
+        self, name: str, namespace: Namespace, part: int = 0, *, replicas: int = -1, through: bool = False
+    ) -> OpenSpace:
+        """Name a namespace and use it; see `Client.open`."""
         space = OpenSpace(name, namespace, part=part)
-        self._drive(lambda link: operations.open_space(link, space))
-        self._spaces.append(space)
+        opening = partial(operations.open_space, space=space, replicas=replicas, through=through)
+        self._drive(opening)
+        self._openings.append(opening)
         return space
 
     def register(self, buffer: Any) -> Registered:
@@ -136,15 +140,16 @@ class BlockingClient(Operating, Slots):
     def find(self, name: str, part: int = 0) -> OpenSpace:
         """Use the namespace that a name stands for already. NotFound when it stands for none."""
         space = self._drive(lambda link: operations.find_space(link, name, part))
-        self._spaces.append(space)
+        self._openings.append(partial(operations.open_space, space=space))
         return space
 
-    def match(self, space: OpenSpace, keys: Sequence[BlockKey], *, within_s: float | None = None) -> int:
-        """How many blocks of a chain the node has, from the first. Nothing is held."""
+    def match(self, space: OpenSpace, keys: Sequence[BlockKey], *, within_s: float | None = None,
+              parent: BlockKey | None = None) -> int:  # fmt: skip
+        """How many blocks of a chain the node has, from the first. Nothing is held; `parent`: see `Client.match`."""
         number, shared = space.number, self._shared(space)
         if shared is not None and shared.reader.is_complete:
             return shared.reader.match(number, keys, space.namespace.parts)
-        return self._drive(lambda link: operations.match(link, space, keys), within_s)
+        return self._drive(lambda link: operations.match(link, space, keys, parent), within_s)
 
     def get(
         self,
@@ -156,6 +161,7 @@ class BlockingClient(Operating, Slots):
         load_s: float | None = None,
         tokens_per_s: float = 0.0,
         within_s: float | None = None,
+        parent: BlockKey | None = None,
     ) -> int:
         """Copy blocks of a chain into writable buffers, from the first; how many of them are in place.
 
@@ -175,7 +181,7 @@ class BlockingClient(Operating, Slots):
 
         def rest(link: Link) -> Operation[int]:
             so_far = local if link.shared is shared else None  # else the node was restarted meanwhile
-            return operations.get_rest(link, space, keys, targets, patience, so_far)
+            return operations.get_rest(link, space, keys, targets, patience, so_far, parent=parent)
 
         return self._drive(rest, within_s, max(wait_s, load_s or 0.0))
 
@@ -190,17 +196,15 @@ class BlockingClient(Operating, Slots):
         tokens_per_s: float = 0.0,
         layers: int = 0,
         within_s: float | None = None,
+        parent: BlockKey | None = None,
     ) -> Held | None:
         """Hold the longest prefix that is here or comes in time (see `get`), in place. Shared memory only.
 
         With `layers` a block that is being written counts as soon as that many layers of it are in place.
         """
         patience = self._patience(wait_s, load_s, tokens_per_s)
-        return self._drive(
-            lambda link: operations.acquire(link, space, keys, lease_s=lease_s, patience=patience, layers=layers),
-            within_s,
-            max(wait_s, load_s or 0.0),
-        )
+        hold = partial(operations.acquire, lease_s=lease_s, patience=patience, layers=layers, parent=parent)
+        return self._drive(lambda link: hold(link, space, keys), within_s, max(wait_s, load_s or 0.0))
 
     def release(self, held: Held, within_s: float | None = None) -> None:
         """Let go. Idempotent."""
@@ -221,10 +225,6 @@ class BlockingClient(Operating, Slots):
         """This client will not write into the slots any more. Idempotent."""
         if self._is_of_now(grant):
             self._drive(lambda link: writes.abort(link, grant))
-
-    def run(self, begin: Callable[[Link], Operation[Result]], wait_s: float = 0.0) -> Result:
-        """Any other operation of engine_client.operations; the node may take `wait_s` on purpose."""
-        return self._drive(begin, None, wait_s)
 
     # Driving.
 
@@ -347,8 +347,8 @@ class BlockingClient(Operating, Slots):
                     raise
                 self._disconnect()
                 self._link = self._connect()
-            for space in self._spaces:
-                self._run(operations.open_space(self._link, space))
+            for opening in self._openings:
+                self._run(opening(self._link))
         except BaseException as error:
             self._disconnect()
             self._retry.failed(error)

@@ -11,12 +11,14 @@ returns when no thread and no socket can still write into its buffers.
 import asyncio
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
 from engine_client import operations, writes
 from engine_client.address import Address, parse_address, tls_context
 from engine_client.joining import join, may_join_later, rejoin
+from engine_client.operating import AsyncOperating
 from engine_client.pulls import Pulls
 from engine_client.remote import Rdma, Registered, rdma_for
 from engine_client.replies import Replies, open_replies
@@ -58,17 +60,21 @@ Result = TypeVar("Result")
 ON_LOOP_BYTES = 64 << 10  # moved on the event loop; more in a copier thread
 
 
-class Client:
+class Client(AsyncOperating):
     """Methods raise errors of kvstore.errors, each within `timeout_s` plus what the node was asked to wait.
 
-    Args: see `BlockingClient`. To be used from one event loop.
+    Args: see `BlockingClient`. To be used from one event loop. `tenant` is for a node that comes with the cluster's
+    token; `lost` is called when a connection ends that was not hung up here.
     """
 
     def __init__(self, address: str, token: str = "", *, verify: bool = True, timeout_s: float = 5.0,
                  name: str = "", ca_file: str = "", copier_threads: int = 2, transport: str = "auto",
-                 rdma: Options = DEFAULTS, verbs: Verbs | None = None) -> None:  # fmt: skip
+                 rdma: Options = DEFAULTS, verbs: Verbs | None = None, tenant: str = "",
+                 lost: Callable[[], None] | None = None) -> None:  # fmt: skip
         self.address: Address = parse_address(address)
         self._token = token
+        self._tenant = tenant
+        self._lost = lost
         self._verify = verify
         self._timeout_s = timeout_s
         self._name = name or f"pid {os.getpid()}"
@@ -81,7 +87,7 @@ class Client:
         self._mapping = asyncio.Lock()  # memory is mapped by one at a time
         self._is_closed = False
         self._current: tuple[Link, Replies] | None = None
-        self._spaces: list[OpenSpace] = []
+        self._openings: list[Callable[[Link], Operation[OpenSpace]]] = []
         self._retry = Retry()
 
     async def __aenter__(self) -> "Client":
@@ -109,11 +115,18 @@ class Client:
         """Connect now rather than at the first call; what the node said of itself."""
         return await self._drive(operations.welcome)
 
-    async def open(self, name: str, namespace: Namespace, part: int = 0) -> OpenSpace:
-        """Name a namespace and use it. The first to use a name says what it stands for."""
+    async def open(
+        self, name: str, namespace: Namespace, part: int = 0, *, replicas: int = -1, through: bool = False
+    ) -> OpenSpace:
+        """Name a namespace and use it. The first to use a name says what it stands for.
+
+        `replicas` is how many nodes of a cluster shall have each block, 0 for as many as it is wanted by, -1 for what
+        was said last; `through`: commits wait for them.
+        """
         space = OpenSpace(name, namespace, part=part)
-        await self._drive(lambda link: operations.open_space(link, space))
-        self._spaces.append(space)
+        opening = partial(operations.open_space, space=space, replicas=replicas, through=through)
+        await self._drive(opening)
+        self._openings.append(opening)
         return space
 
     def register(self, buffer: Any) -> Registered:
@@ -123,12 +136,13 @@ class Client:
     async def find(self, name: str, part: int = 0) -> OpenSpace:
         """Use the namespace that a name stands for already. NotFound when it stands for none."""
         space = await self._drive(lambda link: operations.find_space(link, name, part))
-        self._spaces.append(space)
+        self._openings.append(partial(operations.open_space, space=space))
         return space
 
-    async def match(self, space: OpenSpace, keys: Sequence[BlockKey]) -> int:
-        """How many blocks of a chain the node has, from the first. Nothing is held."""
-        return await self._drive(lambda link: operations.match(link, space, keys))
+    async def match(self, space: OpenSpace, keys: Sequence[BlockKey], *, parent: BlockKey | None = None) -> int:
+        """How many blocks of a chain the node has, from the first. Nothing is held. In a cluster the whole of it
+        counts, if `parent` says which key is before the first, or it is a chain's first."""
+        return await self._drive(lambda link: operations.match(link, space, keys, parent))
 
     async def get(
         self,
@@ -139,20 +153,18 @@ class Client:
         wait_s: float = 0.0,
         load_s: float | None = None,
         tokens_per_s: float = 0.0,
+        parent: BlockKey | None = None,
     ) -> int:
         """Copy blocks of a chain into writable buffers, from the first; how many of them are in place.
 
-        See `Patience`; without `load_s`, loads may take half of the client's time limit.
+        See `Patience`; without `load_s`, loads may take half of the client's time limit. `parent` as for `match`.
         """
         if len(targets) != len(keys):
             raise InvalidRequest(f"{len(targets)} buffers for {len(keys)} keys")
         patience = self._patience(wait_s, load_s, tokens_per_s)
-        return await self._drive(lambda link: operations.get_rest(link, space, keys, targets, patience, None))
-
-    async def get_bytes(self, space: OpenSpace, key: BlockKey) -> bytes:
-        """One block as fresh bytes. Raises NotFound, Corrupt."""
-        patience = self._patience(0.0, None, 0.0)
-        return await self._drive(lambda link: operations.get_bytes(link, space, key, patience))
+        return await self._drive(
+            lambda link: operations.get_rest(link, space, keys, targets, patience, None, parent=parent)
+        )
 
     async def views(self, space: OpenSpace, keys: Sequence[BlockKey]) -> list[View]:
         """Blocks in place without a lease: use them, then ask each whether it `is_valid()`."""
@@ -168,11 +180,14 @@ class Client:
         load_s: float | None = None,
         tokens_per_s: float = 0.0,
         layers: int = 0,
+        parent: BlockKey | None = None,
     ) -> Held | None:
         """Hold the longest prefix that is here or comes in time (see `get`), in place. Shared memory only."""
         patience = self._patience(wait_s, load_s, tokens_per_s)
         return await self._drive(
-            lambda link: operations.acquire(link, space, keys, lease_s=lease_s, patience=patience, layers=layers)
+            lambda link: operations.acquire(
+                link, space, keys, lease_s=lease_s, patience=patience, layers=layers, parent=parent
+            )
         )
 
     async def renew(self, held: Held, lease_s: float) -> None:
@@ -211,43 +226,14 @@ class Client:
         """This client will not write into the slots any more. Idempotent."""
         await self._drive(lambda link: writes.abort(link, grant))
 
-    async def evict(self, space: OpenSpace, keys: Sequence[BlockKey] | None = None, tier: str = "") -> wire.Evicted:
-        """Delete blocks, or all of the namespace; from one tier only if it is named."""
-        return await self._drive(lambda _: operations.evict(space, keys, tier))
-
-    async def promote(self, space: OpenSpace, keys: Sequence[BlockKey], load_s: float = 30.0) -> int:
-        """Begin to load what of these blocks lower tiers have, ahead of need; how many are on their way."""
-        return await self._drive(lambda _: operations.promote(space, keys, load_s))
-
-    async def demote(
-        self, space: OpenSpace, keys: Sequence[BlockKey] | None = None, tier: str = "nvme", *, evict: bool = False
-    ) -> wire.Demoted:
-        """Write blocks, or all of the namespace, into a lower tier; with `evict` they leave DRAM then."""
-        return await self._drive(lambda _: operations.demote(space, keys, tier, evict=evict))
-
-    async def pin(self, space: OpenSpace, keys: Sequence[BlockKey], *, hard: bool, ttl_s: float) -> wire.Pinned:
-        """Keep the prefix of `keys` that is here: `hard` never goes, soft goes last."""
-        return await self._drive(lambda _: operations.pin(space, keys, hard=hard, ttl_s=ttl_s))
-
-    async def unpin(self, pin_id: int) -> None:
-        await self._drive(lambda _: operations.unpin(pin_id))
-
-    async def explain(self, space: OpenSpace, keys: Sequence[BlockKey], tokens: bytes = b"") -> list[dict[str, Any]]:
-        """Why each block hits or misses; with the prompt's tokens (u32) other namespaces are looked at too."""
-        return await self._drive(lambda _: operations.explain(space, keys, tokens))
-
-    async def list_blocks(self, space: OpenSpace, after: BlockKey | None = None, limit: int = 1000) -> wire.Listed:
-        """Blocks of a namespace, from the one after `after` on."""
-        return await self._drive(lambda _: operations.list_blocks(space, after, limit))
-
-    async def stat(self) -> dict[str, Any]:
-        """What the node says of itself."""
-        return await self._drive(lambda _: operations.stat())
-
     def _patience(self, wait_s: float, load_s: float | None, tokens_per_s: float) -> Patience:
         return Patience(wait_s, self._timeout_s / 2 if load_s is None else load_s, tokens_per_s)
 
     # Driving.
+
+    async def perform(self, begin: Callable[[Link], Operation[Result]]) -> Result:
+        """Run an operation that is none of the above."""
+        return await self._drive(begin)
 
     async def _drive(self, begin: Callable[[Link], Operation[Result]]) -> Result:
         link, replies = await self._connected()
@@ -360,16 +346,17 @@ class Client:
             if link.remote is not None:
                 pulls = self._pulls[link] = Pulls(link.remote, lambda: self._run(rejoin(link), link, replies))
                 pulls.take_over(replies)
-            for space in self._spaces:
-                await self._run(operations.open_space(link, space), link, replies)
+            for opening in self._openings:
+                await self._run(opening(link), link, replies)
         except BaseException:
             self._hang_up(link, replies)
             raise
+        replies.on_loss = self._lost
         return link, replies
 
     async def _say_hello(self, replies: Replies) -> Link:
         address = self.address
-        hello = Call(lambda number: wire.Hello(number, wire.PROTOCOL, self._token, self._name))
+        hello = Call(lambda number: wire.Hello(number, wire.PROTOCOL, self._token, self._name, self._tenant))
         welcome = await replies.ask(hello, self._timeout_s)
         if not isinstance(welcome, wire.Welcome):
             raise ProtocolError(f"{address}: answered Hello with {type(welcome).__name__}")

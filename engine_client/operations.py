@@ -7,6 +7,7 @@ sent the outcome; the blocking and the async client drive the same generators, e
 from collections.abc import Sequence
 from typing import Any
 
+from engine_client.cluster_operations import SLOW_S, check_replicas
 from engine_client.remote_reads import CROSSOVER_BYTES, get_by_reads
 from engine_client.steps import Call, Held, HeldOnDevice, Link, OpenSpace, Operation, Patience, Work, milliseconds
 from kvstore import wire
@@ -17,12 +18,12 @@ from kvstore.region import Region
 from kvstore.transport.local import LocalGet, View
 from kvstore.types import HBM, BlockKey
 
-SLOW_S = 3600.0  # what moves a whole tier may take that long
 
-
-def open_space(link: Link, space: OpenSpace) -> Operation[OpenSpace]:
-    """Make `space` known on this connection: number and root come from the node."""
-    reply = yield Call(lambda number: wire.Open(number, space.name, space.namespace))
+def open_space(link: Link, space: OpenSpace, replicas: int = -1, *, through: bool = False) -> Operation[OpenSpace]:
+    """Make `space` known on this connection: number and root come from the node. `replicas` and `through`: see
+    `wire.Open`."""
+    check_replicas(replicas, through=through)
+    reply = yield Call(lambda number: wire.Open(number, space.name, space.namespace, replicas, through))
     if not 0 <= space.part < reply.namespace.parts:
         raise InvalidRequest(f"part {space.part} of {reply.namespace.parts}")
     space.epoch = -1  # other threads may be reading: they take no number without its epoch
@@ -43,13 +44,14 @@ def welcome(link: Link) -> Operation[wire.Welcome]:
     return link.welcome
 
 
-def match(link: Link, space: OpenSpace, keys: Sequence[BlockKey]) -> Operation[int]:
-    """How many blocks of a chain the node has, from the first. Nothing is held."""
+def match(link: Link, space: OpenSpace, keys: Sequence[BlockKey], parent: BlockKey | None = None) -> Operation[int]:
+    """How many blocks of a chain the node has, from the first. Nothing is held. `parent` is the key before the first:
+    other nodes of a cluster are asked by it."""
     if link.shared is not None:
         blocks = link.shared.reader.match(space.number, keys, space.namespace.parts)
         if blocks == len(keys) or link.shared.reader.is_complete:
             return blocks
-    reply = yield Call(lambda number: wire.Match(number, space.number, pack_keys(keys)))
+    reply = yield Call(lambda number: wire.Match(number, space.number, pack_keys(keys), parent or b""))
     return int(reply.blocks)
 
 
@@ -60,10 +62,12 @@ def get_rest(
     targets: Sequence[Any],
     patience: Patience,
     local: LocalGet | None,
+    *,
+    parent: BlockKey | None = None,
 ) -> Operation[int]:
     """Go on with a get where shared memory alone could not: map slabs, ask the node, report damage.
 
-    `local` says how far shared memory went; None when it was not tried yet.
+    `local` says how far shared memory went; None when it was not tried yet. `parent` is the key before the first.
     """
     if local is None:
         local = LocalGet() if link.shared is None else (yield _local_get(link, space, keys, targets))
@@ -77,17 +81,19 @@ def get_rest(
         elif patience.wait_s <= 0 and link.shared.reader.is_complete:
             return done
         else:
-            return done + (yield from _get_held(link, space, keys[done:], targets[done:], patience))
+            before = keys[done - 1] if done else parent
+            return done + (yield from _get_held(link, space, keys[done:], targets[done:], patience, before))
         local = yield _local_get(link, space, keys[done:], targets[done:])
         done += local.blocks
     if link.remote is not None and sum(memoryview(target).nbytes for target in targets) > CROSSOVER_BYTES:
         views = [memoryview(target).cast("B") for target in targets]
-        here = yield from get_by_reads(link, space, keys, views, patience)
+        here = yield from get_by_reads(link, space, keys, views, patience, parent)
         if here >= 0:
             return here
         done = -1 - here
     if done < len(keys):
-        done += yield from _get_delivered(link, space, keys[done:], targets[done:], patience)
+        before = keys[done - 1] if done else parent
+        done += yield from _get_delivered(link, space, keys[done:], targets[done:], patience, before)
     return done
 
 
@@ -121,10 +127,15 @@ def map_slabs(link: Link, slab_ids: Sequence[int]) -> Operation[None]:
 
 
 def _get_held(
-    link: Link, space: OpenSpace, keys: Sequence[BlockKey], targets: Sequence[Any], patience: Patience
+    link: Link,
+    space: OpenSpace,
+    keys: Sequence[BlockKey],
+    targets: Sequence[Any],
+    patience: Patience,
+    parent: BlockKey | None,
 ) -> Operation[int]:
     """Get blocks that the index does not offer (yet): hold them, copy, verify, let go."""
-    held = yield from acquire(link, space, keys, lease_s=60.0, patience=patience, layers=0)
+    held = yield from acquire(link, space, keys, lease_s=60.0, patience=patience, layers=0, parent=parent)
     if held is None:
         return 0
     try:
@@ -150,7 +161,12 @@ def _copy_held(held: Held, targets: Sequence[Any], *, verify: bool) -> int:
 
 
 def _get_delivered(
-    link: Link, space: OpenSpace, keys: Sequence[BlockKey], targets: Sequence[Any], patience: Patience
+    link: Link,
+    space: OpenSpace,
+    keys: Sequence[BlockKey],
+    targets: Sequence[Any],
+    patience: Patience,
+    parent: BlockKey | None,
 ) -> Operation[int]:
     """Get blocks over the connection, received straight into `targets` and always verified."""
     views = [memoryview(target).cast("B") for target in targets]
@@ -163,7 +179,7 @@ def _get_delivered(
         return [view[:size] for view, size in zip(views, sizes, strict=False)]
 
     reply = yield Call(
-        lambda number: _acquire_request(number, space, keys, 60.0, patience, deliver=True),
+        lambda number: _acquire_request(number, space, keys, 60.0, patience, deliver=True, parent=parent),
         targets=places,
         wait_s=patience.longest_s,
     )
@@ -190,14 +206,21 @@ def views(link: Link, space: OpenSpace, keys: Sequence[BlockKey]) -> Operation[l
 
 
 def acquire(
-    link: Link, space: OpenSpace, keys: Sequence[BlockKey], *, lease_s: float, patience: Patience, layers: int
+    link: Link,
+    space: OpenSpace,
+    keys: Sequence[BlockKey],
+    *,
+    lease_s: float,
+    patience: Patience,
+    layers: int,
+    parent: BlockKey | None = None,
 ) -> Operation[Held | None]:
     """Hold the longest prefix that is here or comes in time, in place. Shared memory only."""
     shared = link.shared
     if shared is None:
         raise InvalidRequest("a lease needs shared memory: connect over the node's Unix socket")
     reply = yield Call(
-        lambda number: _acquire_request(number, space, keys, lease_s, patience, layers=layers),
+        lambda number: _acquire_request(number, space, keys, lease_s, patience, layers=layers, parent=parent),
         wait_s=patience.longest_s,
     )
     if not reply.lease_id:
@@ -216,11 +239,18 @@ def acquire(
 
 
 def acquire_on_device(
-    link: Link, space: OpenSpace, keys: Sequence[BlockKey], *, lease_s: float, patience: Patience
+    link: Link,
+    space: OpenSpace,
+    keys: Sequence[BlockKey],
+    *,
+    lease_s: float,
+    patience: Patience,
+    parent: BlockKey | None = None,
 ) -> Operation[HeldOnDevice | None]:
     """Hold the longest prefix that is in HBM or can be brought there in time. Its slabs are not mapped yet."""
     reply = yield Call(
-        lambda number: _acquire_request(number, space, keys, lease_s, patience, tier=HBM), wait_s=patience.longest_s
+        lambda number: _acquire_request(number, space, keys, lease_s, patience, tier=HBM, parent=parent),
+        wait_s=patience.longest_s,
     )
     if not reply.lease_id:
         return None
@@ -242,7 +272,8 @@ def device_slabs(link: Link, held: HeldOnDevice, slab_ids: Sequence[int]) -> Ope
 
 
 def _acquire_request(number: int, space: OpenSpace, keys: Sequence[BlockKey], lease_s: float, patience: Patience,
-                     *, layers: int = 0, deliver: bool = False, tier: str = "") -> wire.Acquire:  # fmt: skip
+                     *, layers: int = 0, deliver: bool = False, tier: str = "",
+                     parent: BlockKey | None = None) -> wire.Acquire:  # fmt: skip
     return wire.Acquire(
         number,
         space.number,
@@ -254,6 +285,7 @@ def _acquire_request(number: int, space: OpenSpace, keys: Sequence[BlockKey], le
         milliseconds(patience.load_s),
         patience.tokens_per_s,
         tier,
+        parent or b"",
     )
 
 
@@ -294,10 +326,12 @@ def evict(space: OpenSpace, keys: Sequence[BlockKey] | None, tier: str) -> Opera
     return reply
 
 
-def promote(space: OpenSpace, keys: Sequence[BlockKey], load_s: float) -> Operation[int]:
-    """Begin to load what of these blocks lower tiers have; how many are on their way."""
-    packed = pack_keys(keys)
-    reply = yield Call(lambda number: wire.Promote(number, space.number, packed, milliseconds(load_s)))
+def promote(
+    space: OpenSpace, keys: Sequence[BlockKey], load_s: float, parent: BlockKey | None = None
+) -> Operation[int]:
+    """Begin to load what of these blocks lower tiers, or other nodes, have; how many are on their way."""
+    packed, before = pack_keys(keys), parent or b""
+    reply = yield Call(lambda number: wire.Promote(number, space.number, packed, milliseconds(load_s), before))
     return int(reply.loading)
 
 
@@ -307,12 +341,6 @@ def demote(space: OpenSpace, keys: Sequence[BlockKey] | None, tier: str, *, evic
     reply: wire.Demoted = yield Call(
         lambda number: wire.Demote(number, space.number, packed, keys is None, tier, evict), wait_s=SLOW_S
     )
-    return reply
-
-
-def drain(tier: str) -> Operation[wire.Drained]:
-    """Empty a tier into the next lower one."""
-    reply: wire.Drained = yield Call(lambda number: wire.Drain(number, tier), wait_s=SLOW_S)
     return reply
 
 
@@ -350,9 +378,3 @@ def set_tier(
 ) -> Operation[None]:
     """Change a tier while it serves."""
     yield Call(lambda number: wire.SetTier(number, tier, capacity_bytes, high_watermark, low_watermark))
-
-
-def check() -> Operation[list[str]]:
-    """Fsck of the live node: what is wrong, a sentence each."""
-    reply = yield Call(wire.Check)
-    return list(reply.problems)

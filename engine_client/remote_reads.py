@@ -82,7 +82,12 @@ class Landing:
 
 
 def get_by_reads(
-    link: Link, space: OpenSpace, keys: Sequence[BlockKey], views: Sequence[memoryview], patience: Patience
+    link: Link,
+    space: OpenSpace,
+    keys: Sequence[BlockKey],
+    views: Sequence[memoryview],
+    patience: Patience,
+    parent: BlockKey | None = None,
 ) -> Operation[int]:
     """Hold what is there of a chain, READ it into `views`, verify, let go. How many blocks are in place.
 
@@ -93,7 +98,8 @@ def get_by_reads(
     yield from mend(link)
     while done < len(keys):
         try:
-            here, is_all = yield from _get_some(link, space, keys[done:], views[done:], patience)
+            before = keys[done - 1] if done else parent
+            here, is_all = yield from _get_some(link, space, keys[done:], views[done:], patience, before)
         except StaleLease:
             assert link.remote is not None
             link.remote.slabs.clear()
@@ -120,21 +126,44 @@ def mend(link: Link) -> Operation[None]:
 
 
 def _get_some(
-    link: Link, space: OpenSpace, keys: Sequence[BlockKey], views: Sequence[memoryview], patience: Patience
+    link: Link,
+    space: OpenSpace,
+    keys: Sequence[BlockKey],
+    views: Sequence[memoryview],
+    patience: Patience,
+    parent: BlockKey | None,
 ) -> Operation[tuple[int, bool]]:
     """(Blocks in place, whether it is worth going on): the first of them, as many as there is place for at once."""
-    request = partial(_acquire, space, keys, patience)
+    request = partial(_acquire, space, keys, patience, parent)
     held = yield Call(request, wait_s=patience.longest_s)
     if not held.lease_id:
         return 0, False
+    try:
+        targets = _targets(keys, views, unpack_u64(held.sizes))
+        found = yield from read_held(link, held, 0, targets)
+    finally:
+        with suppress(StoreError):
+            yield Post(lambda number: wire.Release(number, held.lease_id))
+    good = _agreeing(found, unpack_u64(held.checksums))
+    if good < len(found):
+        yield Call(lambda number: wire.Report(number, space.number, pack_keys([keys[good]])))
+        return good, False
+    return good, len(found) < len(targets)
+
+
+def read_held(link: Link, held: wire.Acquired, start: int, targets: Sequence[memoryview]) -> Operation[list[int]]:
+    """READ blocks of a lease, from number `start` on, into views of their sizes: the checksum of each as it arrived, of
+    as many as there is place for at once. StaleLease where memory is lent no more."""
     remote = link.remote
     assert remote is not None
     landing = Landing(remote)
+    end = start + len(targets)
     try:
-        targets = _targets(keys, views, unpack_u64(held.sizes))
-        slabs = yield from _lent(remote, unpack_u64(held.slab_ids))
+        slabs = yield from _lent(remote, unpack_u64(held.slab_ids)[start:end])
         fetches: list[Fetch] = []
-        for at, (slab, offset, target) in enumerate(zip(slabs, unpack_u64(held.offsets), targets, strict=True)):
+        for at, (slab, offset, target) in enumerate(
+            zip(slabs, unpack_u64(held.offsets)[start:end], targets, strict=True)
+        ):
             place = landing.place(at, target)
             if place is None:
                 break
@@ -143,23 +172,19 @@ def _get_some(
                 Fetch(address, memory.lkeys, slab.address + offset, slab.rkeys, len(target), memory.numa_node)
             )
         if not fetches:
-            return 0, True
+            return []
         landing.begin()
         yield Pull(merged(fetches, remote.rdma.options.slice_bytes), landing.leave)
         here = targets[: len(fetches)]
-        found = yield Work(partial(_finish, landing, here), sum(map(len, here)))
+        found: list[int] = yield Work(partial(_finish, landing, here), sum(map(len, here)))
+        return found
     finally:
         landing.leave()
-        with suppress(StoreError):
-            yield Post(lambda number: wire.Release(number, held.lease_id))
-    good = _agreeing(found, unpack_u64(held.checksums))
-    if good < len(here):
-        yield Call(lambda number: wire.Report(number, space.number, pack_keys([keys[good]])))
-        return good, False
-    return good, len(here) < len(targets)
 
 
-def _acquire(space: OpenSpace, keys: Sequence[BlockKey], patience: Patience, number: int) -> wire.Acquire:
+def _acquire(
+    space: OpenSpace, keys: Sequence[BlockKey], patience: Patience, parent: BlockKey | None, number: int
+) -> wire.Acquire:
     return wire.Acquire(
         number,
         space.number,
@@ -168,6 +193,7 @@ def _acquire(space: OpenSpace, keys: Sequence[BlockKey], patience: Patience, num
         milliseconds(patience.wait_s),
         load_ms=milliseconds(patience.load_s),
         tokens_per_s=patience.tokens_per_s,
+        parent=parent or b"",
     )
 
 

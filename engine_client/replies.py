@@ -23,6 +23,8 @@ class Replies(FrameStream):
         self._arriving: tuple[int, Any] | None = None  # whose payload comes in, and the reply that it follows
         self._requests = 0
         self.lost: StoreError | None = None
+        self.on_loss: Callable[[], None] | None = None  # called once, when the other side ended it
+        self._is_hung_up = False
 
     @property
     def is_in_use(self) -> bool:
@@ -128,8 +130,11 @@ class Replies(FrameStream):
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
         self._fail(PeerLost(f"the node hung up{f': {error}' if error else ''}"))
+        if self.on_loss is not None and not self._is_hung_up:
+            self.on_loss()
 
     def hang_up(self) -> None:
+        self._is_hung_up = True
         if self._transport is not None:
             self._transport.abort()
 

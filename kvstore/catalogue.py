@@ -39,6 +39,8 @@ class OpenNamespace:
     names: list[str] = field(default_factory=list)
     hit_blocks: int = 0
     missed_blocks: int = 0
+    replicas: int = 0  # copies of each block to keep in a cluster; 0: as many as heat asks for
+    through: bool = False  # commits wait for them
 
     @property
     def key_bytes(self) -> int:
@@ -63,6 +65,13 @@ class Catalogue:
         found = self._by_name.get((tenant.name, name))
         if found is None:
             raise NotFound(f"no namespace {name!r} of tenant {tenant.name}")
+        return found
+
+    def of_fields(self, tenant: Tenant, namespace: Namespace) -> OpenNamespace:
+        """The namespace that has these fields, under whatever name. NotFound."""
+        found = self._by_root.get((tenant.name, namespace.root(tenant.name, tenant.secret)))
+        if found is None:
+            raise NotFound(f"no namespace of tenant {tenant.name} has these fields")
         return found
 
     def numbered(self, tenant: Tenant, number: int) -> OpenNamespace:

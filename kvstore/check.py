@@ -25,11 +25,11 @@ def check(table: BlockTable, holds: Holds, own: Iterable[Replica] = ()) -> Itera
             if replica.holders != held[replica]:
                 yield f"{replica.key.hex()}: counts {replica.holders} holders, and {held[replica]} hold it"
         for replica in tier.draining:
-            if table.is_listed(replica):
+            if replica in tier.evictable:
                 yield f"{replica.key.hex()}: is gone, and is offered for eviction"
         for replica in live:
-            listed = table.is_listed(replica)
-            if listed != table.is_evictable(replica):
+            listed = replica in tier.evictable
+            if listed != replica.is_evictable:
                 yield f"{replica.key.hex()}: {'is' if listed else 'is not'} offered for eviction, wrongly"
             if replica.state not in (State.ALLOCATED, State.WRITTEN):
                 yield f"{replica.key.hex()}: can be found, and is {replica.state.value}"
@@ -70,6 +70,9 @@ def _check_bytes(tier: Tier, live: list[Replica]) -> Iterator[str]:
         used[replica.space.tenant] += replica.group.slot_bytes
         if replica.slab.group is None or replica.slab.group.tenant != replica.space.tenant:
             yield f"{replica.key.hex()}: lies in a slab of {replica.slab.group}"
+    copies = sum(replica.group.slot_bytes for replica in (*live, *tier.draining) if replica.is_copy)
+    if copies != tier.copy_bytes:
+        yield f"{tier.name}: counts {tier.copy_bytes} bytes of copies, and has {copies}"
     for move in tier.moves:
         used[move.replica.space.tenant] += move.replica.group.slot_bytes
     if used.total() != tier.used_bytes:

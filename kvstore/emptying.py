@@ -27,6 +27,8 @@ def next_to_go(coldest: Replica, most_bytes: int) -> list[Replica]:
             break
         if above.last_use > coldest.last_use or bool(above.soft_pins) != bool(coldest.soft_pins):
             break
+        if above.is_copy != coldest.is_copy:
+            break  # they do not go in one order
         found.append(above)
         most_bytes -= above.size
         replica = above
@@ -36,10 +38,11 @@ def next_to_go(coldest: Replica, most_bytes: int) -> list[Replica]:
 def victims(slabs: Iterable[Slab], uses: int, *, pinned_too: bool) -> list[Replica]:
     """What to evict, in this order, to empty one of `slabs`: the one whose contents were used longest ago.
 
-    With a block go its descendants, wherever they lie, and it was used whenever one of them was. Empty when
-    none of the slabs looked into can be emptied: something in them or below is held, or softly pinned (unless
-    `pinned_too`). What is found out about a slab's use is kept in its `last_use`, `uses` standing for now and
-    being more than any so far, so that the next call looks into others.
+    With a block go its descendants, wherever they lie, and it was used whenever one of them was. A copy goes
+    without them, and what hangs on it says nothing of its use. Empty when none of the slabs looked into can be
+    emptied: something in them or below is held, or softly pinned (unless `pinned_too`). What is found out about a
+    slab's use is kept in its `last_use`, `uses` standing for now and being more than any so far, so that the next
+    call looks into others.
     """
     candidates = (slab for slab in slabs if not slab.held and (pinned_too or not slab.pinned))
     best: list[Replica] = []
@@ -72,5 +75,6 @@ def _descendants_first(slab: Slab, before: int, uses: int, *, pinned_too: bool) 
                 return [], last_use
             seen.add(replica)
             stack.append((replica, True))
-            stack.extend((child, False) for child in replica.space.children_of(replica))
+            if not replica.is_copy:
+                stack.extend((child, False) for child in replica.space.children_of(replica))
     return order, last_use

@@ -96,11 +96,11 @@ class WholeSlabs:
 
     def remove(self, replica: Replica) -> None: ...
 
-    def coldest(self) -> None: ...
+    def coldest(self, *, copies_first: bool = False) -> None: ...
 
-    def coldest_of(self, group: GroupKey) -> None: ...
+    def coldest_of(self, group: GroupKey, *, copies_first: bool = False) -> None: ...
 
-    def coldest_of_tenant(self, tenant: str) -> None: ...
+    def coldest_of_tenant(self, tenant: str, *, copies_first: bool = False) -> None: ...
 
     def drop(self, group: GroupKey) -> None: ...
 
@@ -109,33 +109,56 @@ class WholeSlabs:
 
 
 class Evictable:
-    """`policy` is a name of EVICTION."""
+    """`policy` is a name of EVICTION. Copies (`Replica.is_copy`) have queues of their own.
+
+    The coldest is whichever of copy and original was used longer ago, or, with `copies_first`, a copy if there is one.
+    Softly pinned ones go after all others, and copies of them first.
+    """
 
     def __init__(self, policy: str) -> None:
         self._free = Queues(EVICTION[policy])
+        self._copies = Queues(EVICTION[policy])
         self._pinned = Queues(EVICTION[policy])
+        self._pinned_copies = Queues(EVICTION[policy])
 
     def add(self, replica: Replica) -> None:
-        (self._pinned if replica.soft_pins else self._free).add(replica)
+        (self._queues_of(replica) if replica.soft_pins or replica.is_copy else self._free).add(replica)
 
     def touch(self, replica: Replica) -> None:
-        (self._pinned if replica.soft_pins else self._free).touch(replica)
+        (self._queues_of(replica) if replica.soft_pins or replica.is_copy else self._free).touch(replica)
 
     def remove(self, replica: Replica) -> None:
-        (self._pinned if replica.soft_pins else self._free).remove(replica)
+        (self._queues_of(replica) if replica.soft_pins or replica.is_copy else self._free).remove(replica)
 
-    def coldest(self) -> Replica | None:
-        return self._free.coldest() or self._pinned.coldest()
+    def coldest(self, *, copies_first: bool = False) -> Replica | None:
+        first, copy = self._free.coldest(), self._copies.coldest()
+        if copy is not None:
+            first = _first(copy, first, copies_first=copies_first)
+        return first or self._pinned_copies.coldest() or self._pinned.coldest()
 
-    def coldest_of(self, group: GroupKey) -> Replica | None:
-        return self._free.coldest_of(group) or self._pinned.coldest_of(group)
+    def coldest_of(self, group: GroupKey, *, copies_first: bool = False) -> Replica | None:
+        first = _first(self._copies.coldest_of(group), self._free.coldest_of(group), copies_first=copies_first)
+        return first or self._pinned_copies.coldest_of(group) or self._pinned.coldest_of(group)
 
-    def coldest_of_tenant(self, tenant: str) -> Replica | None:
-        return self._free.coldest_of_tenant(tenant) or self._pinned.coldest_of_tenant(tenant)
+    def coldest_of_tenant(self, tenant: str, *, copies_first: bool = False) -> Replica | None:
+        copy, original = self._copies.coldest_of_tenant(tenant), self._free.coldest_of_tenant(tenant)
+        first = _first(copy, original, copies_first=copies_first)
+        return first or self._pinned_copies.coldest_of_tenant(tenant) or self._pinned.coldest_of_tenant(tenant)
 
     def drop(self, group: GroupKey) -> None:
-        self._free.drop(group)
-        self._pinned.drop(group)
+        for queues in (self._free, self._copies, self._pinned, self._pinned_copies):
+            queues.drop(group)
 
     def __contains__(self, replica: Replica) -> bool:
-        return replica in (self._pinned if replica.soft_pins else self._free)
+        return replica in self._queues_of(replica)
+
+    def _queues_of(self, replica: Replica) -> Queues:
+        if replica.soft_pins:
+            return self._pinned_copies if replica.is_copy else self._pinned
+        return self._copies if replica.is_copy else self._free
+
+
+def _first(copy: Replica | None, original: Replica | None, *, copies_first: bool) -> Replica | None:
+    if copy is None or original is None:
+        return copy or original
+    return copy if copies_first or copy.last_use < original.last_use else original

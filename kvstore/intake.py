@@ -28,6 +28,7 @@ class Limits:
     namespaces_per_tenant: int = 256
     explain_history: int = 65_536
     pins_per_tenant: int = 100_000
+    events: int = 65_536
 
 
 @dataclass(slots=True)

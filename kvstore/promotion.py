@@ -7,26 +7,24 @@ writer, so two readers never load the same block twice. Nobody who waits owns a 
 import asyncio
 import mmap
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
-from kvstore.bandwidth import Bandwidth
 from kvstore.catalogue import OpenNamespace
 from kvstore.clock import Clock
 from kvstore.copier import Copier
-from kvstore.disk import Disk, Loaded
+from kvstore.disk import Disk
 from kvstore.intake import Intake, part_of
+from kvstore.loads import FAILED, Load, Peers, Read, Source, jobs_of, read_of, worthwhile
 from kvstore.metrics import Counters
 from kvstore.node_holds import NodeHolds
 from kvstore.table import Replica
 from kvstore.tiers import TierMedium
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.object_store import ObjectTier
-from kvstore.types import DRAM, HBM, NVME, OBJECT, BlockKey, Cause, Placement, State, TierName
+from kvstore.types import DRAM, HBM, NVME, OBJECT, PEER, BlockKey, Cause, Placement, State, TierName
 
-JOB_BYTES, JOB_BLOCKS = 4 << 20, 16  # of one load: small enough to hand on early, large enough for its overhead
 BEGUN_BLOCKS = 1024  # at once: about 15 ms of the event loop
 HEDGE_LEAST_S = 0.05  # a read may take that long, and HEDGE_TIMES as long as it should, before it is read once more
 HEDGE_TIMES = 4.0
@@ -34,34 +32,6 @@ HEDGES = 4  # at once
 SHARE = 8  # a tenant may have that part of the limit under way, whatever the others have
 
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
-
-
-class Source(NamedTuple):
-    """Where a block of another tier is to be had; `replica` is None for the object tier, which knows no replicas."""
-
-    tier: TierName
-    key: BlockKey
-    parent: BlockKey | None
-    size: int
-    replica: Replica | None
-
-
-class Read(NamedTuple):
-    """What became of a block, and the checksum that its bytes have if they are good."""
-
-    loaded: Loaded
-    checksum: int
-
-
-FAILED = Read("failed", 0)
-
-
-@dataclass(slots=True, eq=False)
-class Load:
-    """A block on its way into `target`; `source` is held until it is there."""
-
-    source: Source
-    target: Replica
 
 
 class Promotion:
@@ -80,6 +50,7 @@ class Promotion:
         self._disk = disk
         self._bucket = bucket
         self._hbm = hbm
+        self._peers: Peers | None = None
         self._most_bytes = most_bytes
         self._settle = settle
         self._spawn = spawn
@@ -89,6 +60,11 @@ class Promotion:
         self._hedges = 0
         self._tenant_bytes: Counter[str] = Counter()
         self.loading_bytes = 0
+
+    def use_peers(self, peers: Peers) -> None:
+        """From now on blocks come from other nodes too."""
+        self._peers = peers
+        self._paths[PEER] = peers.reading
 
     @property
     def is_idle(self) -> bool:
@@ -107,7 +83,7 @@ class Promotion:
         Cut off are those that would not be here within `load_s`, that can be computed sooner at `tokens_per_s`
         (0: unknown), or for which there is no room.
         """
-        if self._disk is None and self._bucket is None and self._hbm is None:
+        if not self._paths and self._hbm is None:
             return 0
         wanted, first, end = self._wanted(space, keys)
         wanted = wanted[: self._fitting(wanted, space.tenant.name)]
@@ -126,7 +102,7 @@ class Promotion:
             for replica in present:
                 self._own.let_go(replica)
         self._settle()
-        for job in _jobs(loads):
+        for job in jobs_of(loads):
             self._spawn(self._run(space, job))
         return len(loads)
 
@@ -158,6 +134,9 @@ class Promotion:
             replica = self._table.readable(space.nvme, key)
             if replica is not None and self._disk.may_load():
                 return Source(NVME, key, replica.parent or parent, replica.size, replica)
+        offer = self._peers.offer(space, key) if self._peers is not None else None
+        if offer is not None:
+            return Source(PEER, key, parent, offer.size, None, offer)
         if self._bucket is not None and self._bucket.may_load():
             size = self._bucket.raw_size(space.root, key)
             if size is not None:
@@ -186,6 +165,8 @@ class Promotion:
                 if source.replica is not None:
                     self._own.let_go(source.replica)
                 break
+            if source.offer is not None:
+                source.offer.take()
             load = self._loading[target] = Load(source, target)
             self.loading_bytes += source.size
             self._tenant_bytes[space.tenant.name] += source.size
@@ -205,6 +186,8 @@ class Promotion:
             for load in job:
                 if load.source.replica is not None:
                     self._own.let_go(load.source.replica)
+                if load.source.offer is not None:
+                    load.source.offer.leave()
             self._settle()
 
     async def _load(self, space: OpenNamespace, job: Sequence[Load]) -> None:
@@ -235,6 +218,13 @@ class Promotion:
         """Into `views`."""
         if job[0].source.tier == HBM:
             return await self._read_device(job, views)
+        if job[0].source.tier == PEER:
+            assert self._peers is not None
+            blocks = [
+                (load.source.key, load.source.offer, view[: load.source.size])
+                for load, view in zip(job, views, strict=True)
+            ]
+            return [read_of(checksum) for checksum in await self._peers.read(space, blocks)]
         if job[0].source.tier == NVME:
             assert self._disk is not None
             sources = [load.source.replica for load in job if load.source.replica is not None]
@@ -243,7 +233,7 @@ class Promotion:
         assert self._bucket is not None
         wanted = [(load.source.key, view[: load.source.size]) for load, view in zip(job, views, strict=True)]
         checksums = await self._bucket.read(space.root, wanted)
-        return [FAILED if checksum is None else Read("good", checksum) for checksum in checksums]
+        return [read_of(checksum) for checksum in checksums]
 
     async def _read_device(self, job: Sequence[Load], views: Sequence[memoryview]) -> list[Read]:
         assert self._hbm is not None
@@ -293,6 +283,8 @@ class Promotion:
     def _commit(self, space: OpenNamespace, load: Load, target: Replica, checksum: int) -> None:
         source = load.source
         target.layers = space.namespace.layers
+        if source.offer is not None and self._peers is not None:
+            self._peers.arrived(target, source.offer)
         if source.replica is not None:
             target.hits = source.replica.hits
             target.depth = max(target.depth, source.replica.depth)
@@ -303,12 +295,9 @@ class Promotion:
     # A read that is late is done once more, into other memory.
 
     async def _is_late(self, job: Sequence[Load], reading: "asyncio.Future[list[Read]]") -> bool:
-        if job[0].source.tier == HBM:
-            return False
-        path = self._disk.reading if job[0].source.tier == NVME and self._disk is not None else None
-        if path is None and self._bucket is not None:
-            path = self._bucket.reading
-        if path is None or not path.bytes_per_s:
+        tier = job[0].source.tier
+        path = self._paths.get(tier)
+        if path is None or (not path.bytes_per_s and tier != PEER):
             return False
         expected_s = max(path.arrival_s(0), path.request_s)
         await asyncio.wait([reading], timeout=max(HEDGE_LEAST_S, HEDGE_TIMES * expected_s))
@@ -353,43 +342,3 @@ class Promotion:
                     self._table.abort(other, Cause.LOAD_FAILED)
                 self._own.let_go(other)
             self._settle()
-
-
-def worthwhile(wanted: Sequence[tuple[int, Source]], first: int, paths: Mapping[TierName, Bandwidth], now: float, *,
-               load_s: float, block_s: float) -> int:  # fmt: skip
-    """How many of the wanted (position, part), from the first, to load.
-
-    `first` is the position of the first block that is missing; a block is computed in `block_s` (0: unknown).
-    """
-    tier_bytes: Counter[TierName] = Counter()
-    best = 0
-    for count, (position, source) in enumerate(wanted, 1):
-        tier_bytes[source.tier] += source.size
-        arrivals = (path.arrival_s(tier_bytes[tier]) for tier, path in paths.items() if tier_bytes[tier])
-        arrival_s = max(arrivals, default=0.0)
-        if arrival_s > load_s:
-            break
-        if not block_s or arrival_s <= (position + 1 - first) * block_s:
-            best = count
-    if not best and wanted:
-        path = paths.get(wanted[0][1].tier)
-        return int(path is not None and path.is_stale(now))  # one, to learn how fast the tier is now
-    return best
-
-
-def _jobs(loads: Sequence[Load]) -> list[list[Load]]:
-    """Loads in their order, cut where a job is large enough or the tier changes."""
-    jobs: list[list[Load]] = []
-    job_bytes = 0
-    for load in loads:
-        if (
-            not jobs
-            or len(jobs[-1]) >= JOB_BLOCKS
-            or job_bytes + load.source.size > JOB_BYTES
-            or jobs[-1][0].source.tier != load.source.tier
-        ):
-            jobs.append([])
-            job_bytes = 0
-        jobs[-1].append(load)
-        job_bytes += load.source.size
-    return jobs

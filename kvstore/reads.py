@@ -6,6 +6,7 @@ What may have to wait (a block that is being written or loaded) is a coroutine; 
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, Protocol
 
 from kvstore.catalogue import OpenNamespace
 from kvstore.clock import Clock
@@ -17,6 +18,22 @@ from kvstore.tiers.object_store import ObjectTier
 from kvstore.types import BlockKey, Owner, State
 
 ROUNDS = 16  # of loads for one acquire: more than limits.inflight_bytes of a prefix come in several
+
+
+class Finding(Protocol):
+    """What other nodes keep for a reader."""
+
+    def close(self) -> None:
+        """The reader waits no more."""
+        ...
+
+
+class Finder(Protocol):
+    """Finds what this node lacks of a chain on other nodes, and has them keep it; see `kvstore.cluster.pulling`."""
+
+    async def find(
+        self, space: OpenNamespace, keys: Sequence[BlockKey], parent: BlockKey | None, until: float, origin: Any = None
+    ) -> Finding: ...
 
 
 class Reads:
@@ -34,6 +51,7 @@ class Reads:
         self._limits = limits
         self._used = used
         self._settle = settle
+        self.finder: Finder | None = None  # with a cluster
         self._arrivals: dict[tuple[int, BlockKey], list[asyncio.Future[None]]] = {}
 
     def note(self, event: Event) -> None:
@@ -73,31 +91,70 @@ class Reads:
         return found
 
     async def acquire(self, owner: Owner, space: OpenNamespace, keys: Sequence[BlockKey], *,
-                      lease_s: float, wait_s: float, layers: int,
-                      load_s: float = 0.0, tokens_per_s: float = 0.0) -> Lease | None:  # fmt: skip
+                      lease_s: float, wait_s: float, layers: int, load_s: float = 0.0, tokens_per_s: float = 0.0,
+                      parent: BlockKey | None = None, origin: Any = None,
+                      alone: bool = False) -> Lease | None:  # fmt: skip
         """Hold the longest prefix of `keys` that is in DRAM or comes in time; None when there is none.
 
-        A block that is being written is waited for, for `wait_s`. What lower tiers have is loaded, for `load_s`, and
-        not where it could be computed sooner at `tokens_per_s` (0: unknown). Cancelled, it holds nothing.
+        A block that is being written is waited for, for `wait_s`. What lower tiers or other nodes have is loaded, for
+        `load_s`, and not where it could be computed sooner at `tokens_per_s` (0: unknown). `parent` is the key before
+        the first; `origin` says which node has the blocks, where that is known; with `alone` no other node is asked.
+        Cancelled, it holds nothing.
         """
         self._intake.check_batch(space, keys)
         started = self._clock.now()
         wait_until = started + min(wait_s, self._limits.wait_max_s)
         load_until = started + min(load_s, self._limits.wait_max_s)
+        finding = None
+        if self.finder is not None and load_s > 0 and not alone:
+            finding = await self.finder.find(space, keys, parent, load_until, origin)
+        try:
+            await self._come(space, keys, wait_until, load_until, tokens_per_s=tokens_per_s, layers=layers)
+        finally:
+            if finding is not None:
+                finding.close()
+        return self.try_acquire(owner, space, keys, lease_s=lease_s, layers=layers, partly=True)[0]
+
+    async def begin(
+        self, space: OpenNamespace, keys: Sequence[BlockKey], parent: BlockKey | None, load_s: float
+    ) -> int:
+        """Begin to load what of these blocks lower tiers or other nodes have; how many are on their way."""
+        finding = None
+        if self.finder is not None:
+            finding = await self.finder.find(space, keys, parent, self._clock.now() + load_s)
+        try:
+            return self._promotion.begin(space, keys, load_s, 0.0)
+        finally:
+            if finding is not None:
+                finding.close()
+
+    async def _come(self, space: OpenNamespace, keys: Sequence[BlockKey], wait_until: float, load_until: float, *,
+                    tokens_per_s: float, layers: int) -> None:  # fmt: skip
+        """Until nothing of the chain is on its way any more, or it is too late."""
         rounds = 0
         while True:
             now = self._clock.now()
             if rounds < ROUNDS and now < load_until:
                 rounds += bool(self._promotion.begin(space, keys, load_until - now, tokens_per_s))
-            lease, blocked = self.try_acquire(owner, space, keys, lease_s=lease_s, layers=layers, partly=False)
+            blocked = self._blocked(space, keys, layers)
             if blocked is None:
-                return lease
+                return
             loading = self._last_loading(space, keys) if self._is_loading(space, blocked) else None
             left_s = (wait_until if loading is None else load_until) - self._clock.now()
             if left_s <= 0:
-                break
+                return
             await self._arrival(space.number, loading or blocked, left_s)
-        return self.try_acquire(owner, space, keys, lease_s=lease_s, layers=layers, partly=True)[0]
+
+    def _blocked(self, space: OpenNamespace, keys: Sequence[BlockKey], layers: int) -> BlockKey | None:
+        """The part, somebody is writing or loading it, that ends what can be held now."""
+        for key in keys:
+            if self.readable(space, key, layers) is None:
+                return self._being_written(space, key)
+        return None
+
+    def is_here(self, space: OpenNamespace, keys: Sequence[BlockKey], layers: int = 0) -> bool:
+        """Whether all of it can be held now."""
+        return all(self.readable(space, key, layers) is not None for key in keys)
 
     def try_acquire(self, owner: Owner, space: OpenNamespace, keys: Sequence[BlockKey], *,
                     lease_s: float, layers: int, partly: bool) -> tuple[Lease | None, BlockKey | None]:  # fmt: skip

@@ -34,6 +34,7 @@ RETRY_S = 5.0
 MOST_DELETED = 1 << 20  # remembered while it is not known what an earlier start left; 200 bytes each
 NAMESPACES = "namespaces.json"
 LEDGER = "ledger"
+ALREADY_TOLD = (Change.PROGRESSED, Change.RESTORED)  # of these there is nothing to record
 
 
 class Records:
@@ -77,7 +78,7 @@ class Records:
         """Take up what the table changed."""
         for event in events:
             replica = event.replica
-            if replica.space.tier == NVME and event.change is not Change.PROGRESSED:
+            if replica.space.tier == NVME and event.change not in ALREADY_TOLD:
                 name = (replica.space.number, replica.key)
                 if event.change is Change.REMOVED:
                     self._note(name, None)

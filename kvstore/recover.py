@@ -101,8 +101,11 @@ class Recovery:
         except OSError as error:
             log.error("the nvme tier is not used for now: %s", error)
 
-    async def load(self) -> None:
-        """Take up slabs and blocks, while others are served; tried again as long as the disk does not let one."""
+    async def load(self, settle: Callable[[], None] | None = None) -> None:
+        """Take up slabs and blocks, while others are served; tried again as long as the disk does not let one.
+
+        `settle` makes known what the table changed; it is called after each step.
+        """
         started = self._now()
         rows = await self._read_all()
         order, doubled = await self._disk.queue.load(lambda: _arranged(rows))
@@ -110,6 +113,8 @@ class Recovery:
         with _collector_spared():
             for start in range(0, len(order), STEP_BLOCKS):
                 self._restore_blocks(rows[order[start : start + STEP_BLOCKS]])
+                if settle is not None:
+                    settle()
                 await asyncio.sleep(0)
         self._homes.clear()
         self._records.deleted.clear()

@@ -28,6 +28,9 @@ class Replica:
     depth: int = 0  # blocks before it in its chain, as far as they are known
     hits: int = 0  # uses since it was stored
     soft_pins: int = 0
+    partition: int = -1  # of the cluster's directory; -1: not told there
+    position: int = 0  # in its stripe
+    is_copy: bool = False  # another node holds the block too, as far as is known
     next_sibling: "Replica | None" = None  # children of one parent key, in no order
     previous_sibling: "Replica | None" = None
 
@@ -39,8 +42,10 @@ class Replica:
 
     @property
     def is_evictable(self) -> bool:
-        """Nobody holds it, and no child of it is in its tier."""
-        return self.state is State.WRITTEN and not self.holders and self.key not in self.space.first_child
+        """Nobody holds it, and no child of it is in its tier, or it is a copy."""
+        if self.state is not State.WRITTEN or self.holders:
+            return False
+        return self.key not in self.space.first_child or self.is_copy
 
 
 @dataclass(slots=True, eq=False)

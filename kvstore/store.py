@@ -5,10 +5,8 @@ index, waiting readers, the disk's ledger, history, counters. What may have to w
 answers at once.
 """
 
-import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kvstore.admission import Admission
 from kvstore.catalogue import Catalogue, OpenNamespace, Tenant
@@ -19,6 +17,7 @@ from kvstore.defragment import Defragment
 from kvstore.demotion import Demotion
 from kvstore.disk import Disk
 from kvstore.errors import NotFound
+from kvstore.events import EventLog, Snapshots
 from kvstore.exports import Exports
 from kvstore.history import History
 from kvstore.holds import Holds, Pin
@@ -35,6 +34,7 @@ from kvstore.reclaim import Reclaim
 from kvstore.records import Records
 from kvstore.sizing import Sizing
 from kvstore.table import BlockTable, Event, Replica
+from kvstore.tasks import Tasks
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.object_store import ObjectTier
 from kvstore.types import DRAM, HBM, NODE, NVME, OBJECT, BlockKey, Cause, Change, Owner, Slot, State, TierName
@@ -51,6 +51,7 @@ class Below:
     records: Records | None = None
     bucket: ObjectTier | None = None
     writes_through: frozenset[str] = frozenset()
+    peers: bool = False  # other nodes have blocks too
 
 
 class Store:
@@ -67,8 +68,10 @@ class Store:
         self.limits = limits
         self.below = below
         self.holds = Holds(table, limits.leases_per_client, limits.pins_per_tenant, epoch * IDS_PER_EPOCH + 1)
-        self.exports = Exports(index_entries, epoch, is_all=not (above or below.disk or below.bucket))
+        self.exports = Exports(index_entries, epoch, is_all=not (above or below.disk or below.bucket or below.peers))
         self.history = History(limits.explain_history)
+        self.events = EventLog(epoch, limits.events)
+        self.snapshots = Snapshots()
         self.counters = Counters()
         self.intake = Intake(table, self.holds, limits, self.counters)
         hbm = above.hbm if above is not None else None
@@ -77,6 +80,7 @@ class Store:
             for name, medium in ((HBM, hbm), (DRAM, dram), (NVME, below.disk.medium if below.disk else None))
             if medium is not None
         }
+        self._tasks = Tasks(crashed)
         self.own = NodeHolds(table)
         self.promotion = Promotion(
             *(self.own, self.intake, dram, copier, clock),
@@ -86,7 +90,7 @@ class Store:
             hbm=hbm,
             most_bytes=limits.inflight_bytes,
             settle=self._settle,
-            spawn=self._spawn,
+            spawn=self._tasks.spawn,
         )
         self.demotion = Demotion(
             *(self.own, catalogue, dram, clock),
@@ -116,15 +120,10 @@ class Store:
             history=self.history,
             settle=self._settle,
         )
-        self.reclaim = None
-        if below.disk is not None:
-            self.reclaim = Reclaim(
-                *(self.own, catalogue, below.disk, self.counters), bucket=below.bucket, settle=self._settle
-            )
+        self.reclaim = self._make_reclaim(below.disk) if below.disk is not None else None
         self.lifting = self._make_lifting(above) if above is not None else None
         self.defragment = self._make_defragment(above)
-        self._crashed = crashed
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.listeners: list[Callable[[Sequence[Event]], None]] = [self.events.note]  # hear of what the table changed
 
     def _make_defragment(self, above: Above | None) -> Defragment:
         counters = self.counters
@@ -134,6 +133,9 @@ class Store:
             asked=lambda: (counters.requests.total(), counters.loaded_bytes.total()),
             settle=self._settle,
         )
+
+    def _make_reclaim(self, disk: Disk) -> Reclaim:
+        return Reclaim(*(self.own, self.catalogue, disk, self.counters), bucket=self.below.bucket, settle=self._settle)
 
     def _make_lifting(self, above: Above) -> Lifting:
         return Lifting(
@@ -156,14 +158,12 @@ class Store:
             if self.below.records is not None:
                 self.below.records.note_namespaces(self.catalogue)
             if self.below.bucket is not None:
-                self._spawn(self._look_into_bucket(found))
+                self._tasks.spawn(self._look_into_bucket(found))
         return found
 
     async def aclose(self) -> None:
         """Stop what runs in the background, then close all tiers; what is under way on a disk ends first."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.aclose()
         self.exports.close()
         if self.below.records is not None:
             await self.below.records.aclose()
@@ -345,6 +345,8 @@ class Store:
             self.below.records.note(events)
         for event in events:
             self._note(event)
+        for listener in self.listeners:
+            listener(events)
 
     def _note(self, event: Event) -> None:
         replica = event.replica
@@ -362,17 +364,6 @@ class Store:
     async def _copy_within(self, pairs: Sequence[tuple[Slot, Slot, int]]) -> None:
         view = self.dram.view
         await self.copier.copy([(view(target, size), view(source, size)) for source, target, size in pairs])
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` until it ends or the store is closed."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._crashed(error)
 
     async def _look_into_bucket(self, space: OpenNamespace) -> None:
         assert self.below.bucket is not None

@@ -18,9 +18,9 @@ from kvstore.disk import Disk, Loaded
 from kvstore.diskblock import ALIGN, padded
 from kvstore.errors import TierFull
 from kvstore.health import Health
+from kvstore.loads import JOB_BLOCKS, JOB_BYTES, Source, worthwhile
 from kvstore.metrics import Counters
 from kvstore.node_holds import NodeHolds
-from kvstore.promotion import JOB_BLOCKS, JOB_BYTES, Source, worthwhile
 from kvstore.table import Replica
 from kvstore.types import HBM, NVME, BlockKey, Cause, State
 

@@ -105,8 +105,9 @@ class BlockTable:
             replica.parent = None
         if replica.parent is not None:
             self._adopt(replica, replica.parent)
-        if key not in space.first_child and not replica.holders:
+        if replica.is_evictable:
             tier.evictable.add(replica)
+        self._changes.append(Event(Change.RESTORED, replica))
 
     def placement(self, space: Space, key: BlockKey) -> Placement | None:
         """What stands in the way of allocating `key`: PRESENT, BUSY or nothing."""
@@ -214,12 +215,23 @@ class BlockTable:
         if is_evictable:
             self._evictable(replica).add(replica)
 
+    def mark_copy(self, replica: Replica, *, is_copy: bool) -> None:
+        """Whether another node holds the block too, as far as is known: then it may go before its children."""
+        assert replica.state in (State.ALLOCATED, State.WRITTEN)
+        if replica.is_copy == is_copy:
+            return
+        if replica.is_evictable:
+            self._evictable(replica).remove(replica)
+        replica.is_copy = is_copy
+        self.tiers[replica.space.tier].copy_bytes += replica.group.slot_bytes * (1 if is_copy else -1)
+        if replica.is_evictable:
+            self._evictable(replica).add(replica)
+
     # Making room.
 
     def coldest(self, tier_name: TierName, tenant: str | None = None) -> Replica | None:
-        """The evictable replica used longest ago, softly pinned ones last; of one tenant, or of all."""
-        evictable = self.tiers[tier_name].evictable
-        return evictable.coldest() if tenant is None else evictable.coldest_of_tenant(tenant)
+        """What goes next, of one tenant or of all: `Evictable` says which that is."""
+        return self.tiers[tier_name].coldest(tenant)
 
     def evict(self, replica: Replica, cause: Cause) -> None:
         assert replica.is_evictable, "evict only what nobody holds and no child needs"
@@ -296,8 +308,8 @@ class BlockTable:
         wanted = self._group(space, size)
         if tier.pool.has_room(wanted) or tier.pool.dirty(space.tenant) is not None:
             return
-        own = tier.evictable.coldest_of(wanted)
-        coldest = tier.evictable.coldest()
+        own = tier.coldest_of(wanted)
+        coldest = tier.coldest()
         if coldest is not None and coldest is not own:
             slabs = tier.pool.of_group(coldest.group)
             if self._empty_slab(slabs, Cause.SLAB_TAKEN, pinned_too=False):
@@ -315,9 +327,6 @@ class BlockTable:
         """Evict all of the slab used longest ago, of those that can be emptied; False if none can."""
         slabs = list(self.tiers[tier_name].pool.in_use())
         return any(self._empty_slab(slabs, cause, pinned_too=pinned_too) for pinned_too in (False, True))
-
-    def children(self, replica: Replica) -> Iterator[Replica]:
-        return replica.space.children_of(replica)
 
     # State.
 
@@ -356,6 +365,7 @@ class BlockTable:
         tier = self.tiers[replica.space.tier]
         tier.draining.remove(replica)
         self._count(tier, replica.space.tenant, -replica.group.slot_bytes)
+        tier.copy_bytes -= replica.group.slot_bytes if replica.is_copy else 0
         tier.pool.give_back(replica.slab, replica.index)
         if not tier.pool.has_slabs(replica.group):
             tier.evictable.drop(replica.group)
@@ -366,11 +376,11 @@ class BlockTable:
         tier.tenant_bytes[tenant] = tier.tenant_bytes.get(tenant, 0) + step
 
     def _adopt(self, replica: Replica, parent_key: BlockKey) -> None:
-        """Count a child in: its parent may not be evicted before it."""
+        """Count a child in: its parent may not be evicted before it, unless that is a copy."""
         parent = replica.space.replicas.get(parent_key)
         if parent is not None:
             replica.depth = parent.depth + 1
-            if parent.is_evictable:
+            if parent.is_evictable and not parent.is_copy:
                 self._evictable(parent).remove(parent)
         replica.space.add_child(replica, parent_key)
 
@@ -380,16 +390,11 @@ class BlockTable:
         parent = replica.space.replicas.get(parent_key)
         if parent is None:
             return
-        parent.last_use = max(parent.last_use, replica.last_use)
+        if is_used_later := replica.last_use > parent.last_use:
+            parent.last_use = replica.last_use
         parent.hits = max(parent.hits, replica.hits)
         parent.slab.last_use = max(parent.slab.last_use, parent.last_use)
-        if parent.is_evictable:
+        if parent.is_evictable and not parent.is_copy:
             self._evictable(parent).add(parent)
-
-    def is_listed(self, replica: Replica) -> bool:
-        """Whether its policy offers it for eviction; for `check`."""
-        return replica in self._evictable(replica)
-
-    def is_evictable(self, replica: Replica) -> bool:
-        """Nobody holds it, and no child of it is in its tier."""
-        return replica.is_evictable
+        elif parent.is_evictable and is_used_later:  # it was listed already
+            self._evictable(parent).touch(parent)

@@ -67,7 +67,22 @@ class Tier:
     moves: set["Move"] = field(default_factory=set)
     used_bytes: int = 0  # of slots that are not free
     tenant_bytes: dict[str, int] = field(default_factory=dict)
+    copy_bytes: int = 0  # of slots of copies that are not free
+    copy_share: float = 1.0  # of the capacity: while copies take more, they go before originals
     replicas: int = 0
+
+    def coldest(self, tenant: str | None = None) -> Replica | None:
+        copies_first = self.copy_bytes > 0 and self.copies_first
+        if tenant is None:
+            return self.evictable.coldest(copies_first=copies_first)
+        return self.evictable.coldest_of_tenant(tenant, copies_first=copies_first)
+
+    def coldest_of(self, group: GroupKey) -> Replica | None:
+        return self.evictable.coldest_of(group, copies_first=self.copies_first)
+
+    @property
+    def copies_first(self) -> bool:
+        return self.copy_bytes > self.copy_share * self.pool.capacity_bytes
 
     def group(self, tenant: str, size: int) -> GroupKey:
         """Where a block of `size` bytes belongs. InvalidRequest if its slot would not fit into a slab."""

@@ -23,6 +23,8 @@ HBM = TierName("hbm")
 DRAM = TierName("dram")
 NVME = TierName("nvme")
 OBJECT = TierName("object")
+PEER = TierName("peer")
+"""Other nodes, as a source of blocks; no tier of this one."""
 
 
 class State(Enum):
@@ -41,6 +43,7 @@ class Change(Enum):
 
     PROGRESSED = "progressed"
     COMMITTED = "committed"
+    RESTORED = "restored"  # taken up from an earlier start
     MOVED = "moved"  # to another slot of its tier
     REMOVED = "removed"
 
@@ -55,6 +58,7 @@ class Cause(Enum):
     SLAB_TAKEN = "slab_taken"  # another size class needed its slab
     SHRUNK = "shrunk"  # the tier's capacity was made smaller
     DRAINED = "drained"  # somebody asked for its tier to be emptied
+    SURPLUS = "surplus"  # other nodes have it too, and nobody reads it here any more
     DELETED = "deleted"  # somebody asked for it
     CORRUPT = "corrupt"  # its bytes did not have its checksum
     LOAD_FAILED = "load_failed"  # its bytes could not be read, or not in time

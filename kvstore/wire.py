@@ -16,6 +16,9 @@ from kvstore.errors import ERRORS, ProtocolError, Rejected, StoreError
 from kvstore.message import Message as Message
 from kvstore.prefix import Namespace
 from kvstore.wire_cluster import ClusterReply, ClusterRequest
+from kvstore.wire_events import EventReply, EventRequest
+from kvstore.wire_events import Snapshot as Snapshot
+from kvstore.wire_events import Subscribe as Subscribe
 from kvstore.wire_operators import Check as Check
 from kvstore.wire_operators import Checked as Checked
 from kvstore.wire_operators import Demote as Demote
@@ -241,12 +244,12 @@ class Failed(Message, frozen=True, tag="failed"):
 Request = (
     Hello | Attach | Open | Match | Acquire | Renew | Release | Put | Progress | Commit | Abort | Report
     | Promote | Demote | Drain | Evict | Pin | Unpin | Explain | List | Stat | SetTier | Check | Join | Lend | Offer
-    | ClusterRequest
+    | ClusterRequest | EventRequest
 )  # fmt: skip
 Reply = (
     Welcome | Attached | Opened | Matched | Acquired | Placed | Reported | Promoted | Demoted | Drained
     | Evicted | Pinned | Explained | Listed | Stats | Checked | Done | Failed | Joined | Lent | Fetched
-    | ClusterReply
+    | ClusterReply | EventReply
 )  # fmt: skip
 
 REQUESTS: dict[str, type[Message]] = {str(cls.__struct_config__.tag): cls for cls in Request.__args__}

@@ -44,6 +44,9 @@ class Announced(Message, frozen=True, tag="announced"):
     sole: bytes = b""  # names, u64: of those the node is the only holder by now
     shared: bytes = b""  # names, u64: of the batch's, those that others hold too
     differing: bytes = b""  # partitions, u16, whose digest is another here
+    room: tuple[int, int] = (0, 0)  # bytes at the home: for blocks that are to stay, for copies that go first
+    load: float = 0.0  # of the home: a share of what it may have on its way
+    used_bytes: int = 0  # of the home's DRAM
 
 
 class Locate(Message, frozen=True, tag="locate"):
@@ -62,19 +65,40 @@ class Located(Message, frozen=True, tag="located"):
 
 
 class Fill(Message, frozen=True, tag="fill"):
-    """Pull this run of a chain from `holder`, and keep it. A node of the cluster says so to another."""
+    """Pull this run of a chain from `holder`. A node of the cluster says so to another.
+
+    With `keep` the blocks are as if they had been put there, else copies that go first. Where the run begins in its
+    stripe is said too: what is before it may not be there.
+    """
 
     tenant: str
     name: str
     namespace: Namespace
     keys: bytes
     parent: bytes
+    partition: int
+    position: int
     holder: str
     load_ms: int
+    keep: bool
 
 
 class Filled(Message, frozen=True, tag="filled"):
     blocks: int  # of the run, from its first, that are here now
+
+
+class Discard(Message, frozen=True, tag="discard"):
+    """Delete blocks of a namespace, or all of it with `whole`, where they are. A node of the cluster says so to all."""
+
+    tenant: str
+    namespace: Namespace
+    keys: bytes
+    whole: bool
+
+
+class Discarded(Message, frozen=True, tag="discarded"):
+    blocks: int
+    freed_bytes: int
 
 
 class Vacate(Message, frozen=True, tag="vacate"):
@@ -136,5 +160,5 @@ class Replicated(Message, frozen=True, tag="replicated"):
     short: int  # blocks with fewer copies than asked for
 
 
-ClusterRequest = Announce | Locate | Fill | Vacate | Examine | Nodes | Whereabouts | Replicate
-ClusterReply = Announced | Located | Filled | Vacated | Examined | Roster | Whereabout | Replicated
+ClusterRequest = Announce | Locate | Fill | Discard | Vacate | Examine | Nodes | Whereabouts | Replicate
+ClusterReply = Announced | Located | Filled | Discarded | Vacated | Examined | Roster | Whereabout | Replicated

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from random import SystemRandom
@@ -78,11 +78,12 @@ def make_store(
         disk=disk,
         records=records,
         bucket=_bucket(config.tiers.object, config.node.name, copier, clock),
+        peers=bool(config.cluster.coordinator),
         writes_through=frozenset(tier for tier, write in tiers_through.items() if write == "through"),
     )
     store = Store(
         *(table, catalogue, medium, copier, clock),
-        limits=_limits(config.limits),
+        limits=replace(_limits(config.limits), events=config.events.buffer),
         index_entries=_index_entries(config.index.entries, dram.capacity),
         epoch=epoch,
         above=_above(hbm, dram.slab, tenants, disk),

@@ -53,6 +53,16 @@ Devices = Annotated[
         extra={"expected": "auto, off, or names of RDMA devices with commas between"},
     ),
 ]
+Coordinators = Annotated[
+    str,
+    Meta(
+        pattern=rf"^(etcd://{HOST_PORT}(,{HOST_PORT})*(/[A-Za-z0-9_.-]+)*)?\Z",
+        extra={"expected": "etcd://host:port,host:port/prefix, or nothing"},
+    ),
+]
+LABEL: Final = r"[a-z]{1,16}=[A-Za-z0-9_.-]{1,64}"
+Labels = Annotated[str, Meta(pattern=rf"^({LABEL}(,{LABEL})*)?\Z", extra={"expected": "zone=a,rack=3, or nothing"})]
+Topic = Annotated[str, Meta(pattern=r"^[!-~]{0,128}\Z", extra={"expected": "up to 128 printable ASCII characters"})]
 Mode = Annotated[str, Meta(pattern=r"^0?[0-7]{3}\Z", extra={"expected": "an octal mode like 0600"})]
 Secret = Annotated[str, Meta(pattern=r"^[!-~]*\Z", extra=A_SECRET)]
 Wish = Literal["no", "try", "require"]
@@ -189,6 +199,28 @@ class RdmaSettings(msgspec.Struct, frozen=True, kw_only=True):
     quarantine: Bytes = 256 << 20  # of one connection, in memory that a NIC may still write though nobody waits
 
 
+class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Many nodes as one pool."""
+
+    coordinator: Coordinators = ""  # etcd://host:port,host:port/prefix; "": this node is alone
+    token: Secret = ""  # what the nodes know each other by
+    advertise: Listen = ""  # where others reach node.tcp_listen; "": there
+    labels: Labels = ""  # where the node is: zone=a,rack=3
+    ca_file: str = ""  # of other nodes' certificates; "": the system's
+    transport: Literal["auto", "tcp", "rdma"] = "auto"
+    copies: Share = 0.1  # of DRAM, for copies of other nodes' blocks: over it they go first
+    hot_copies: Threads = 4  # of a hot stripe, at most
+    hot_rate: Rate = 2000.0  # blocks per second that one holder serves of a stripe before there is one more
+
+
+class EventSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What subscribers are told."""
+
+    buffer: Count = 65_536  # events that are kept for who falls behind
+    zmq: Listen = ""  # "": off; replays at the port after
+    topic: Topic = "kv"
+
+
 class LogSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the node writes to stderr."""
 
@@ -205,6 +237,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     limits: LimitSettings = LimitSettings()
     rest: RestSettings = RestSettings()
     rdma: RdmaSettings = RdmaSettings()
+    cluster: ClusterSettings = ClusterSettings()
+    events: EventSettings = EventSettings()
     tenants: tuple[TenantSettings, ...] = ()
     log: LogSettings = LogSettings()
 
@@ -242,6 +276,17 @@ def host_port(listen: str) -> tuple[str, int]:
     if not match:
         raise ValueError(f"expected host:port, not {listen!r}")
     return match[1].strip("[]"), int(match[2])
+
+
+def coordinators(url: str) -> tuple[list[tuple[str, int]], str]:
+    """([("10.0.0.1", 2379)], "/cairn") of "etcd://10.0.0.1:2379/cairn"."""
+    hosts, _, prefix = url.removeprefix("etcd://").partition("/")
+    return [host_port(host) for host in hosts.split(",")], f"/{prefix or 'cairn'}"
+
+
+def labels(text: str) -> dict[str, str]:
+    """{"zone": "a"} of "zone=a"."""
+    return dict(pair.split("=", 1) for pair in text.split(",")) if text else {}
 
 
 def _resolve(path: Path | None, environ: Mapping[str, str], options: Sequence[str]) -> tuple[Config, dict[str, Given]]:
@@ -297,6 +342,7 @@ def _contradictions(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield "TLS needs both a certificate and its key", ("node.tls_cert", "node.tls_key")
     if len(node.unix_socket.encode()) > SOCKET_PATH_BYTES:
         yield f"a socket's path may have at most {SOCKET_PATH_BYTES} bytes", ("node.unix_socket",)
+    yield from _cluster_contradictions(config)
     yield from _tenant_contradictions(config)
 
 
@@ -309,6 +355,20 @@ def _nvme_contradictions(nvme: NvmeSettings) -> Iterator[tuple[str, tuple[str, .
     if nvme.path and nvme.slab * LEAST_DISK_SLABS > nvme.capacity:
         rule = f"the tier must have room for {LEAST_DISK_SLABS} slabs, or none is spare at the watermark"
         yield rule, ("tiers.nvme.slab", "tiers.nvme.capacity")
+
+
+def _cluster_contradictions(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
+    cluster, node = config.cluster, config.node
+    if not cluster.coordinator:
+        return
+    if len(cluster.token) < TOKEN_CHARACTERS:
+        yield f"a cluster needs a token of at least {TOKEN_CHARACTERS} characters", ("cluster.token",)
+    if any(cluster.token in (tenant.token, tenant.read_token) for tenant in config.tenants):
+        yield "a tenant may not have the cluster's token", ("cluster.token",)
+    if not node.tcp_listen:
+        yield "other nodes come by TCP", ("node.tcp_listen", "cluster.coordinator")
+    elif not cluster.advertise and host_port(node.tcp_listen)[0] in ("0.0.0.0", "::"):
+        yield "other nodes need an address to come to: cluster.advertise", ("node.tcp_listen", "cluster.advertise")
 
 
 def _tenant_contradictions(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:

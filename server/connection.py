@@ -11,13 +11,16 @@ import os
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvstore import wire
+from kvstore.catalogue import Tenant
 from kvstore.errors import Forbidden, InvalidRequest, ProtocolError, Rejected, StoreError, TransportError
 from kvstore.transport.rdma.channel_stream import ChannelTransport
 from kvstore.transport.rdma.verbs import VerbsError
 from kvstore.transport.stream import FrameStream, sink
+from server.cluster_session import ClusterSession
 from server.lending import lent
 from server.receipt import Receipt
 from server.remote import RemoteClient
@@ -41,7 +44,7 @@ class Connection(FrameStream):
         super().__init__(node.config.limits.frame_bytes)
         self._node = node
         self.kind = kind
-        self._session: Session | None = None
+        self._session: Session | ClusterSession | None = None
         self._ticket = b""
         # Whose payload is coming in, and where it goes; with an error it goes to the sink.
         self._incoming: tuple[wire.Message, Receipt | StoreError] | None = None
@@ -94,14 +97,14 @@ class Connection(FrameStream):
             self._spawn(self._hand_over(request))
         elif self._session is None:
             self._begin(request)
-        elif isinstance(request, wire.Join):
+        elif isinstance(request, wire.Join) and isinstance(self._session, Session):
             self._spawn(self._join(self._session, request))
         else:
             self._answer(request, lambda session: session.handle(request))
         self._hold_back()
         return ()
 
-    def _answer(self, request: wire.Message, ask: Callable[[Session], Answer]) -> None:
+    def _answer(self, request: wire.Message, ask: Callable[[Session | ClusterSession], Answer]) -> None:
         assert self._session is not None
         try:
             answer = ask(self._session)
@@ -134,6 +137,8 @@ class Connection(FrameStream):
             raise ProtocolError(f"this node speaks protocol {wire.PROTOCOL}, not {request.protocol}")
         door = self._node.doorkeeper
         local = self.kind == "unix"
+        if not local and door.admit_node(request.token):
+            return self._welcome_node(request)
         tenant = door.admit_local(request.token) if local else door.admit(request.token)
         self._session = self._node.new_session(tenant, "shared" if local else "tcp")
         self.client = request.client[:64]
@@ -141,6 +146,22 @@ class Connection(FrameStream):
             self._ticket = secrets.token_bytes(16)
             self._node.tickets[self._ticket] = self._session
         self._known()
+        return self._greeting(request, tenant, may_write=tenant.may_write, is_local=local)
+
+    def _welcome_node(self, request: wire.Hello) -> wire.Message:
+        """Another node of the cluster: for a tenant's blocks, or about the cluster."""
+        if self._node.cluster is None:
+            raise Rejected("this node is not in the cluster yet", 0.1)
+        self.client = request.client[:64]
+        tenant = Tenant("") if not request.tenant else replace(self._node.doorkeeper.named(request.tenant), admin=False)
+        if request.tenant:
+            self._session = self._node.new_session(replace(tenant, may_write=False), "peer")
+        else:
+            self._session = ClusterSession(self._node.cluster, self._node.store.counters)
+        self._known()
+        return self._greeting(request, tenant, may_write=False, is_local=False)
+
+    def _greeting(self, request: wire.Hello, tenant: Tenant, *, may_write: bool, is_local: bool) -> wire.Message:
         limits = self._node.config.limits
         return wire.Welcome(
             request.id,
@@ -149,12 +170,12 @@ class Connection(FrameStream):
             self._node.epoch,
             tenant.name,
             self._ticket,
-            tenant.may_write,
+            may_write,
             tenant.admin,
             self._node.config.tiers.dram.slab,
             limits.batch_blocks,
             limits.frame_bytes,
-            () if local else self._node.rdma.ports,
+            () if is_local or not tenant.name else self._node.rdma.ports,
         )
 
     # RDMA.
@@ -241,7 +262,7 @@ class Connection(FrameStream):
 
     def _deliver(self, reply: wire.Acquired) -> None:
         """Send blocks straight from their slots, as many as may be in flight; they are held until they are sent."""
-        assert self._session is not None
+        assert isinstance(self._session, Session)
         if not reply.lease_id:
             self.send(wire.encode(reply))
             return

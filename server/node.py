@@ -15,17 +15,20 @@ from pathlib import Path
 
 from engine_client.address import Address
 from kvstore.catalogue import Tenant
+from kvstore.cluster.service import Cluster
 from kvstore.errors import ConfigError
 from kvstore.transport.rdma.verbs import Verbs
 from kvstore.types import DRAM, Owner
 from kvstore.upkeep import Upkeep
 from server.assembly import make_store
+from server.clustering import make_cluster
 from server.config import Config, host_port
 from server.connection import Connection
 from server.rdma import NodeRdma
 from server.rest import RestServer
 from server.session import Session
 from server.tenants import doorkeeper
+from server.zmq_events import ZmqPublisher
 
 log = logging.getLogger("cairn.node")
 
@@ -50,11 +53,14 @@ class Node:
         self.upkeep = Upkeep(self.store, made.marks, made.capacities)
         self.rdma = NodeRdma(config.rdma, self.store.copier, verbs)
         self.store.dram.dropping = self.rdma.dropped
+        self.cluster: Cluster | None = None
+        self.verbs = verbs
         self._owners = count(1)
         self._connections: dict[Connection, None] = {}  # oldest first
         self._servers: list[asyncio.Server] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._rest: RestServer | None = None
+        self._publisher: ZmqPublisher | None = None
         self._crash: BaseException | None = None
         self._stopping = asyncio.Event()
 
@@ -76,8 +82,13 @@ class Node:
         self.tickets.pop(ticket, None)
 
     def new_session(self, tenant: Tenant, path: str) -> Session:
-        """`path` is shared, tcp or rest. The caller ends it."""
-        return Session(self.store, self.upkeep, tenant, Owner(next(self._owners)), path, self.rdma)
+        """`path` is shared, tcp, rest or, for another node, peer. The caller ends it."""
+        return Session(
+            *(self.store, self.upkeep, tenant, Owner(next(self._owners)), path),
+            rdma=self.rdma,
+            cluster=self.cluster,
+            is_peer=path == "peer",
+        )
 
     def crashed(self, error: BaseException | None) -> None:
         """A broken invariant: serving on could mean wrong bytes, so the process ends with code 70."""
@@ -99,7 +110,7 @@ class Node:
         """Where clients find it, by kind (unix, tcp, rest), with the real ports where 0 was configured."""
         node, rest = self.config.node, self.config.rest
         found = {"unix": f"unix://{node.unix_socket}"}
-        for server in self._servers[1:]:
+        for server in [server for server in self._servers if server.sockets[0].family != socket.AF_UNIX]:
             host, _ = host_port(node.tcp_listen)
             port = server.sockets[0].getsockname()[1]
             found["tcp"] = str(Address(host=host, port=port, tls=bool(node.tls_cert)))
@@ -124,13 +135,26 @@ class Node:
         for job in self.upkeep.jobs():
             self._spawn(job)
         self._spawn(self._spare_the_collector)
-        node = self.config.node
-        self._servers.append(await self._listen_unix(Path(node.unix_socket), int(node.unix_mode, 8)))
+        node, events = self.config.node, self.config.events
         if node.tcp_listen:
             self._servers.append(await self._listen_tcp())
         if self.config.rest.listen:
             self._rest = RestServer(self)
+        if events.zmq:
+            self._publisher = ZmqPublisher(
+                self.store, node.unix_tenant or self.doorkeeper.tenants[0].name, events.zmq, events.topic
+            )
+            self._publisher.start()
+            self._spawn(self._publisher.run)
+        if self._rest is not None:
             await self._rest.start()
+        if self.config.cluster.coordinator:
+            self.cluster = make_cluster(self)
+        self._servers.insert(0, await self._listen_unix(Path(node.unix_socket), int(node.unix_mode, 8)))
+        for server in self._servers:
+            await server.start_serving()
+        if self.cluster is not None:
+            await self.cluster.start()
         log.info("node %s, epoch %d, serves at %s", node.name, self.epoch, node.unix_socket)
 
     async def serve(self, ready: Callable[[], None] = lambda: None) -> int:
@@ -148,6 +172,8 @@ class Node:
     async def stop(self) -> None:
         """Take no more clients, let requests under way end for `drain_seconds`, then close."""
         self._stopping.set()
+        if self.cluster is not None:
+            await self.cluster.aclose()
         for server in self._servers:
             server.close()
         if self._rest is not None:
@@ -168,6 +194,8 @@ class Node:
         for connection in list(self._connections):  # those that did not end in time
             connection.end_rdma()
         self.rdma.close()
+        if self._publisher is not None:
+            self._publisher.close()
         await self.store.aclose()
         _remove(Path(self.config.node.unix_socket))
 
@@ -181,6 +209,8 @@ class Node:
             return
         await self.upkeep.make_first_slabs()
         self.store.demotion.is_paused = False
+        if self.cluster is not None:
+            await self.cluster.recovered()
 
     async def _spare_the_collector(self) -> None:
         """Keep what the table holds out of full garbage collections: a third of a second at a million blocks.
@@ -234,7 +264,10 @@ class Node:
                 context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
                 context.load_cert_chain(node.tls_cert, node.tls_key)
             loop = asyncio.get_running_loop()
-            return await loop.create_server(lambda: Connection(self, "tcp"), host, port, ssl=context)
+            # Who comes before the cluster is there would never see it.
+            return await loop.create_server(
+                lambda: Connection(self, "tcp"), host, port, ssl=context, start_serving=False
+            )
         except OSError as error:  # ssl.SSLError is one
             raise ConfigError(f"node.tcp_listen {node.tcp_listen}: {error.strerror or error}") from error
 

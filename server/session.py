@@ -4,49 +4,52 @@ Connections and REST use it alike, so both have the same limits, checks and erro
 where nothing has to be waited for, else with a coroutine.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from kvstore import wire
 from kvstore.catalogue import OpenNamespace, Tenant
-from kvstore.errors import Forbidden, InvalidRequest, NotFound, ProtocolError, Rejected
-from kvstore.explain import explain, listed_row
+from kvstore.cluster.service import Cluster
+from kvstore.errors import Forbidden, InvalidRequest, ProtocolError, Rejected
 from kvstore.holds import Lease
 from kvstore.intake import Placing
 from kvstore.lifting import Lifting
 from kvstore.packed import pack_u64, unpack_u64
 from kvstore.store import Store
 from kvstore.table import Replica
-from kvstore.types import HBM, NVME, OBJECT, BlockKey, Cause, Owner
+from kvstore.types import HBM, BlockKey, Owner
 from kvstore.upkeep import Upkeep
 from server.lending import lifting_of
+from server.operator_requests import OperatorRequests
 from server.rdma import NodeRdma
 from server.receipt import Receipt, complete, keys_of, receive_commit, receive_put
 from server.remote import RemoteClient
-from server.stats import stats
 
 Answer = wire.Message | Awaitable[wire.Message]
 
 WRITES = (wire.Put, wire.Progress, wire.Commit, wire.Offer, wire.Abort, wire.Demote, wire.Evict, wire.Pin, wire.Unpin)
 ADMIN = (wire.SetTier, wire.Check, wire.Drain)
+MOST_COPIES = 1024  # of a block
 MOST_WAITING = 32  # acquires of one client; more are answered at once, or its own commits could not be read
-LIST_LIMIT = 10_000
-EVICT_STEP_BLOCKS = 64
 
 
 class Session:
-    """`path` names how blocks travel to this client: shared, tcp, rdma or rest; for the counters."""
+    """`path` names how blocks travel to this client: shared, tcp, rdma, rest or peer; for the counters.
 
-    def __init__(
-        self, store: Store, upkeep: Upkeep, tenant: Tenant, owner: Owner, path: str, rdma: NodeRdma | None = None
-    ) -> None:
+    With `is_peer` the client is another node of `cluster`: it gets what is here, and no third node is asked for it.
+    """
+
+    def __init__(self, store: Store, upkeep: Upkeep, tenant: Tenant, owner: Owner, path: str, *,
+                 rdma: NodeRdma | None = None, cluster: Cluster | None = None,
+                 is_peer: bool = False) -> None:  # fmt: skip
         self.store = store
         self.upkeep = upkeep
         self.tenant = tenant
         self.owner = owner
         self.path = path
-        self._rdma = rdma
+        self.rdma = rdma
+        self.cluster = cluster
+        self.is_peer = is_peer
         self._waiting = 0
         self._handlers: dict[type[wire.Message], Callable[[Any], Answer]] = {
             wire.Open: self._open,
@@ -59,17 +62,7 @@ class Session:
             wire.Commit: self._commit,
             wire.Abort: self._abort,
             wire.Report: self._report,
-            wire.Promote: self._promote,
-            wire.Demote: self._demote,
-            wire.Drain: self._drain,
-            wire.Evict: self._evict,
-            wire.Pin: self._pin,
-            wire.Unpin: self._unpin,
-            wire.Explain: self._explain,
-            wire.List: self._list,
-            wire.Stat: self._stat,
-            wire.SetTier: self._set_tier,
-            wire.Check: self._check,
+            **OperatorRequests(self).handlers(),
         }
 
     def comes_by_rdma(self, client: RemoteClient) -> None:
@@ -101,7 +94,9 @@ class Session:
     def received(self, receipt: Receipt) -> Answer:
         """The payload is in place: verify and commit it."""
         self.upkeep.room_was_taken()
-        return complete(self.store, self.owner, receipt, self.path)
+        copied = self._waits_for_copies(receipt.grant_id) if receipt.grant_id else None
+        reply = complete(self.store, self.owner, receipt, self.path)
+        return reply if copied is None else self._copied(reply, *copied)
 
     def refuse(self, receipt: Receipt) -> None:
         """The payload is not what was announced: free its slots."""
@@ -111,6 +106,8 @@ class Session:
         self.store.counters.requests[str(request.__struct_config__.tag)] += 1
         if isinstance(request, WRITES) and not self.tenant.may_write:
             raise Forbidden(f"tenant {self.tenant.name} may only read")
+        if isinstance(request, wire.Put) and self.cluster is not None and self.cluster.is_draining:
+            raise Rejected("this node is being emptied, and takes no blocks")
         if isinstance(request, ADMIN) and not self.tenant.admin:
             raise Forbidden(f"tenant {self.tenant.name} is no admin")
 
@@ -127,17 +124,40 @@ class Session:
         return self.store.catalogue.numbered(self.tenant, number)
 
     def _open(self, request: wire.Open) -> Answer:
-        if request.namespace is None:
+        if self.is_peer and request.namespace is not None and not request.name:
+            space = self.store.catalogue.of_fields(self.tenant, request.namespace)
+        elif request.namespace is None:
             space = self.store.catalogue.find(self.tenant, request.name)
         else:
             space = self.store.open(self.tenant, request.name, request.namespace)
+        if request.replicas >= 0:
+            self._keep_copies(space, request)
         return wire.Opened(request.id, space.number, space.root, space.namespace)
+
+    def _keep_copies(self, space: OpenNamespace, request: wire.Open) -> None:
+        if request.replicas > 1 and self.cluster is None:
+            raise InvalidRequest("replicas are for a cluster, and this node is in none: cluster.coordinator")
+        if request.replicas > MOST_COPIES or (request.through and request.replicas < 2):
+            raise InvalidRequest(f"{request.replicas} replicas: from 0 to {MOST_COPIES}, 2 at least to wait for")
+        if not self.tenant.may_write:
+            raise Forbidden(f"tenant {self.tenant.name} may only read")
+        space.replicas, space.through = request.replicas, request.through
 
     # Reading.
 
     def _match(self, request: wire.Match) -> Answer:
         space = self._space(request.namespace)
-        return wire.Matched(request.id, self.store.reads.match(space, keys_of(space, request.keys)))
+        keys = keys_of(space, request.keys)
+        matched = self.store.reads.match(space, keys)
+        if self.cluster is not None and not self.is_peer and matched < len(keys):
+            return self._match_all(request, self.cluster, space, keys)
+        return wire.Matched(request.id, matched)
+
+    async def _match_all(
+        self, request: wire.Match, cluster: Cluster, space: OpenNamespace, keys: list[BlockKey]
+    ) -> wire.Message:
+        parent = BlockKey(request.parent) if request.parent else None
+        return wire.Matched(request.id, await cluster.pulling.reach(space, keys, parent))
 
     def _acquire(self, request: wire.Acquire) -> Answer:
         space = self._space(request.namespace)
@@ -148,7 +168,11 @@ class Session:
             return self._acquire_above(request, space, keys)
         self.store.note_uses(self.owner)
         loading = 0
-        if request.load_ms > 0:
+        if self.cluster is not None and not self.is_peer and request.load_ms > 0 and self._waiting < MOST_WAITING:
+            if not self.store.reads.is_here(space, keys, request.layers):
+                self._waiting += 1
+                return self._acquire_later(request, space, keys)
+        elif request.load_ms > 0:
             loading = self.store.promotion.begin(space, keys, request.load_ms / 1000, request.tokens_per_s)
         is_patient = (request.wait_ms > 0 or loading > 0) and self._waiting < MOST_WAITING
         lease, blocked = self.store.reads.try_acquire(
@@ -179,6 +203,8 @@ class Session:
                 layers=request.layers,
                 load_s=request.load_ms / 1000,
                 tokens_per_s=request.tokens_per_s,
+                parent=BlockKey(request.parent) if request.parent else None,
+                alone=self.is_peer,
             )
         finally:
             self._waiting -= 1
@@ -212,7 +238,10 @@ class Session:
     def _acquired(self, request: wire.Acquire, lease: Lease | None, event: bytes = b"") -> wire.Message:
         replicas = lease.replicas if lease is not None else ()
         slots = [replica.slot for replica in replicas]
-        self.store.counters.loaded_bytes[self.path] += sum(replica.size for replica in replicas)
+        if not self.is_peer or request.deliver or self.path == "rdma":
+            self.store.counters.loaded_bytes[self.path] += sum(replica.size for replica in replicas)
+        if self.is_peer and self.cluster is not None and not request.deliver:
+            self.cluster.was_read(replicas)
         return wire.Acquired(
             request.id,
             lease.lease_id if lease is not None else 0,
@@ -277,8 +306,27 @@ class Session:
     def _commit(self, request: wire.Commit) -> Answer:
         if self.path != "shared":
             raise InvalidRequest("the blocks of a Commit follow it as payload, where memory is not shared")
+        copied = self._waits_for_copies(request.grant_id)
         self.store.puts.commit(self.owner, request.grant_id, unpack_u64(request.checksums), self.path)
-        return wire.Done(request.id)
+        reply = wire.Done(request.id)
+        return reply if copied is None else self._copied(reply, *copied)
+
+    def _waits_for_copies(self, grant_id: int) -> tuple[Cluster, OpenNamespace, list[BlockKey]] | None:
+        """What is to be copied before the commit of this grant is answered, if its namespace says so."""
+        if self.cluster is None:
+            return None
+        replicas = self.store.holds.granted(self.owner, grant_id).replicas
+        space = self.store.catalogue.of_number(replicas[0].space.number)
+        if space is None or not space.through:
+            return None
+        return self.cluster, space, [replica.key for replica in replicas]
+
+    async def _copied(
+        self, reply: Answer, cluster: Cluster, space: OpenNamespace, keys: list[BlockKey]
+    ) -> wire.Message:
+        committed = await reply if isinstance(reply, Awaitable) else reply
+        await cluster.replicate(space, keys, space.replicas)
+        return committed
 
     def leased(self, lease_id: int) -> tuple[Replica, ...]:
         """The replicas of a lease that was just given."""
@@ -291,109 +339,3 @@ class Session:
     async def _report(self, request: wire.Report) -> wire.Message:
         space = self._space(request.namespace)
         return wire.Reported(request.id, await self.store.verify(space, keys_of(space, request.keys)))
-
-    # Operators.
-
-    def _promote(self, request: wire.Promote) -> Answer:
-        space = self._space(request.namespace)
-        keys = keys_of(space, request.keys)
-        self.store.intake.check_batch(space, keys)
-        if request.load_ms <= 0:
-            raise InvalidRequest("a load has time: load_ms above 0")
-        return wire.Promoted(request.id, self.store.promotion.begin(space, keys, request.load_ms / 1000, 0.0))
-
-    async def _demote(self, request: wire.Demote) -> wire.Message:
-        space = self._space(request.namespace)
-        keys = None if request.whole else keys_of(space, request.keys)
-        self.store.intake.check_batch(space, keys or ())
-        counts = await self.store.demotion.demote(
-            *(space, keys, request.tier), evict=request.evict, within_budget=not self.tenant.admin
-        )
-        return wire.Demoted(request.id, *counts)
-
-    async def _drain(self, request: wire.Drain) -> wire.Message:
-        return wire.Drained(request.id, *await self.upkeep.drain(request.tier))
-
-    def _evict(self, request: wire.Evict) -> Answer:
-        space = self._space(request.namespace)
-        if request.whole:
-            return self._evict_all(request, space)
-        keys = keys_of(space, request.keys)
-        self.store.intake.check_batch(space, keys)
-        return wire.Evicted(request.id, *self.store.discard(space, keys, Cause.DELETED, request.tier))
-
-    async def _evict_all(self, request: wire.Evict, space: OpenNamespace) -> wire.Message:
-        """What is here now, in small steps and children first: others are served meanwhile."""
-        if self.store.demotion.is_paused and request.tier in ("", NVME):
-            raise Rejected("it is not known yet what lies on the disk: ask again, or name another tier")
-        blocks, freed_bytes = self.store.discard(space, (), Cause.DELETED, request.tier)  # is there such a tier?
-        keys = list(dict.fromkeys(key for tier_space in space.spaces for key in tier_space.replicas))[::-1]
-        if request.tier in ("", OBJECT) and self.store.below.bucket is not None:
-            try:
-                await self.store.below.bucket.delete(space.root)
-            except OSError as error:
-                raise Rejected(f"the bucket does not answer, nothing was deleted: {error}") from error
-        for start in range(0, len(keys), EVICT_STEP_BLOCKS):
-            step = keys[start : start + EVICT_STEP_BLOCKS]
-            counts = self.store.discard(space, step, Cause.DELETED, request.tier)
-            blocks, freed_bytes = blocks + counts[0], freed_bytes + counts[1]
-            await asyncio.sleep(0)
-        return wire.Evicted(request.id, blocks, freed_bytes)
-
-    def _pin(self, request: wire.Pin) -> Answer:
-        space = self._space(request.namespace)
-        keys = keys_of(space, request.keys)
-        if request.ttl_ms <= 0:
-            raise InvalidRequest("a pin has a time limit: ttl_ms above 0")
-        pin = self.store.pin(space, keys, hard=request.hard, ttl_s=request.ttl_ms / 1000)
-        if pin is None:
-            return wire.Pinned(request.id, 0, 0)
-        return wire.Pinned(request.id, pin.pin_id, len(pin.replicas))
-
-    def _unpin(self, request: wire.Unpin) -> Answer:
-        self.store.unpin(self.tenant, request.pin_id)
-        return wire.Done(request.id)
-
-    def _explain(self, request: wire.Explain) -> Answer:
-        space = self._space(request.namespace)
-        if len(request.tokens) % 4:
-            raise InvalidRequest("tokens are u32: a multiple of 4 bytes")
-        keys = keys_of(space, request.keys)
-        if len(keys) > self.store.limits.batch_blocks:
-            raise InvalidRequest(f"{len(keys)} blocks; batch_blocks is {self.store.limits.batch_blocks}")
-        return wire.Explained(request.id, explain(self.store, space, keys, request.tokens))
-
-    def _list(self, request: wire.List) -> Answer:
-        space = self._space(request.namespace)
-        limit = min(max(request.limit, 1), LIST_LIMIT)
-        after = BlockKey(request.after)
-        rows: list[dict[str, Any]] = []
-        seen_after = not after
-        more = False
-        for key, replica in self.store.listed(space):
-            if not seen_after:
-                seen_after = key == after
-            elif len(rows) == limit:
-                more = True
-                break
-            else:
-                rows.append(listed_row(replica))
-        if not seen_after:
-            raise NotFound(f"block {after.hex()} to list after is gone: list from the start")
-        return wire.Listed(request.id, rows, more)
-
-    def _stat(self, request: wire.Stat) -> Answer:
-        self.store.note_uses()
-        return wire.Stats(request.id, stats(self.store, self.upkeep, self.tenant, self._rdma))
-
-    def _set_tier(self, request: wire.SetTier) -> Answer:
-        self.upkeep.set_tier(
-            request.tier,
-            capacity_bytes=request.capacity_bytes,
-            high_watermark=request.high_watermark,
-            low_watermark=request.low_watermark,
-        )
-        return wire.Done(request.id)
-
-    async def _check(self, request: wire.Check) -> wire.Message:
-        return wire.Checked(request.id, await self.store.check())

@@ -5,6 +5,7 @@ from typing import Any
 
 from kvstore.bandwidth import Bandwidth
 from kvstore.catalogue import OpenNamespace, Tenant
+from kvstore.cluster.service import Cluster
 from kvstore.store import Store
 from kvstore.table import Tier
 from kvstore.types import DRAM, HBM, OBJECT, TierName
@@ -12,8 +13,11 @@ from kvstore.upkeep import Upkeep
 from server.rdma import NodeRdma
 
 
-def stats(store: Store, upkeep: Upkeep, tenant: Tenant, rdma: NodeRdma | None = None) -> dict[str, Any]:
-    """Nested plain values. An admin sees all tenants, others themselves. Without `rdma` nothing is said of it."""
+def stats(
+    store: Store, upkeep: Upkeep, tenant: Tenant, rdma: NodeRdma | None = None, cluster: Cluster | None = None
+) -> dict[str, Any]:
+    """Nested plain values. An admin sees all tenants, others themselves. Without `rdma` nothing is said of it, and of
+    `cluster` alike."""
     mine = [name for name in store.table.tiers[DRAM].tenant_bytes if tenant.admin or name == tenant.name]
     return {
         "tiers": tiers(store, upkeep, tenant),
@@ -25,6 +29,7 @@ def stats(store: Store, upkeep: Upkeep, tenant: Tenant, rdma: NodeRdma | None = 
         "index": {
             name: numbers for name, numbers in store.exports.describe().items() if tenant.admin or name == tenant.name
         },
+        **({"cluster": cluster.numbers()} if cluster is not None else {}),
         **({"rdma": rdma.describe("" if tenant.admin else tenant.name)} if rdma is not None else {}),
     }
 

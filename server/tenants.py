@@ -1,5 +1,6 @@
 """Who a token belongs to. Without configured tenants there is one, whose token lies in the run directory."""
 
+import hashlib
 import hmac
 import os
 import secrets
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from engine_client.address import TOKEN_FILE
 from kvstore.catalogue import Tenant
-from kvstore.errors import ConfigError, Forbidden
+from kvstore.errors import ConfigError, Forbidden, NotFound
 from server.config import Config
 
 DEFAULT_TENANT = "default"
@@ -18,7 +19,8 @@ DEFAULT_TENANT = "default"
 class Doorkeeper:
     """(token, tenant) pairs, compared in constant time. `unix_tenant` may come over the Unix socket without one."""
 
-    def __init__(self, tokens: Sequence[tuple[str, Tenant]], unix_tenant: str) -> None:
+    def __init__(self, tokens: Sequence[tuple[str, Tenant]], unix_tenant: str, cluster_token: str = "") -> None:
+        self._cluster_token = cluster_token
         self._tokens = tokens
         self.tenants = [tenant for _, tenant in tokens]
         self._unix_tenant = next((tenant for _, tenant in tokens if tenant.name == unix_tenant), None)
@@ -33,6 +35,18 @@ class Doorkeeper:
         if admitted is None:
             raise Forbidden("a token is needed" if not token else "the token is not known here")
         return admitted
+
+    def admit_node(self, token: str) -> bool:
+        """Whether this is another node of the cluster."""
+        offered = token.encode("utf-8", "surrogatepass")
+        return bool(self._cluster_token) and hmac.compare_digest(self._cluster_token.encode(), offered)
+
+    def named(self, name: str) -> Tenant:
+        """The tenant of this name, who may write. NotFound."""
+        found = next((tenant for tenant in self.tenants if tenant.name == name), None)
+        if found is None:
+            raise NotFound(f"no tenant {name!r} on this node")
+        return found
 
     def admit_local(self, token: str) -> Tenant:
         """As `admit`; without a token the Unix socket's own tenant, whom the socket's file mode let in."""
@@ -51,8 +65,16 @@ def doorkeeper(config: Config) -> Doorkeeper:
             tokens.append((settings.read_token, replace(tenant, may_write=False, admin=False)))
     if not tokens:
         token, secret = _own_token(Path(config.node.run_dir))
+        if config.cluster.coordinator:
+            secret = _shared_secret(config.cluster.token)
         tokens.append((token, Tenant(DEFAULT_TENANT, secret=secret, admin=True)))
-    return Doorkeeper(tokens, config.node.unix_tenant)
+    cluster_token = config.cluster.token if config.cluster.coordinator else ""
+    return Doorkeeper(tokens, config.node.unix_tenant, cluster_token)
+
+
+def _shared_secret(cluster_token: str) -> str:
+    """Of the default tenant of all nodes of a cluster: the same tokens have the same keys on each."""
+    return hashlib.blake2b(cluster_token.encode(), digest_size=24, person=b"cairn-tenant").hexdigest()
 
 
 def _own_token(run_dir: Path) -> tuple[str, str]:

@@ -17,7 +17,7 @@ SIZED = [*PRODUCT, "bench"]
 MODULE_LINES, FUNCTION_LINES, PARAMETERS = 400, 70, 6
 
 LAYERS = [  # inside kvstore: a module imports only from lines above its own
-    {"types", "errors", "clock", "durable", "message"},
+    {"types", "errors", "clock", "durable", "message", "tasks"},
     {
         "prefix",
         "gallop",
@@ -34,12 +34,13 @@ LAYERS = [  # inside kvstore: a module imports only from lines above its own
         "wire_operators",
     },
     {"wire_cluster"},
+    {"wire_events"},
     {"published", "wire", "packed", "copier", "replica", "diskblock", "compression", "replay", "ledger"},
     {"evictable", "emptying", "transport", "disk_queue"},
     {"tiers", "tier_state"},
     {"table", "sizing", "disk"},
     {"holds", "catalogue", "node_holds"},
-    {"intake", "exports", "check", "records", "salvage"},
+    {"intake", "exports", "check", "records", "salvage", "loads", "events"},
     {"promotion", "demotion", "reclaim", "defragment", "recover", "fsck"},
     {"puts", "reads", "straight"},
     {"lifting"},
@@ -56,7 +57,7 @@ MAY_IMPORT = {  # a package, and what it may import of the others; nobody import
             "errors",
             "prefix",
             "wire",
-            "wire_rdma",
+            *("wire_rdma", "wire_cluster", "wire_events", "message"),
             "health",
             "packed",
             "transport",
@@ -114,8 +115,8 @@ IMPURE = {
 THIRD_PARTY = {  # a dependency, and the modules that know it
     "msgspec": [
         *("kvstore/prefix.py", "kvstore/message.py", "kvstore/wire.py", "kvstore/wire_rdma.py"),
-        "kvstore/cluster/members.py",
-        *("server/config.py", "server/sources.py"),
+        *("kvstore/cluster/members.py", "kvstore/cluster/service.py", "kvstore/cluster/etcd.py"),
+        *("server/config.py", "server/sources.py", "server/zmq_events.py"),
     ],
     "ibverbs": ["kvstore/transport/rdma/ibverbs_binding.py"],
     "pyverbs": ["kvstore/transport/rdma/pyverbs_binding.py"],

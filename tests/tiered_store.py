@@ -295,6 +295,10 @@ class TieredStore:
             self.turn()
         return len(waiting)
 
+    def stop_background(self) -> None:
+        """As at the node's end: what runs in the background is cancelled, and not waited for here."""
+        self.loop.create_task(self.store._tasks.aclose())
+
     def settle(self) -> None:
         """Until nothing waits for a thread."""
         self.turn()

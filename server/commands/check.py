@@ -1,4 +1,4 @@
-"""`cairn check`: does what the node, or an NVMe tier without its node, says of itself agree?"""
+"""`cairn check`: does what the node, the cluster, or an NVMe tier without its node says of itself agree?"""
 
 from pathlib import Path
 from typing import Annotated
@@ -21,18 +21,32 @@ Deep = Annotated[bool, typer.Option("--deep", help="With --data-dir: read each b
 Repair = Annotated[bool, typer.Option("--repair", help="With --data-dir: mend what can be mended.")]
 
 
-def check(context: typer.Context, *, data_dir: DataDir = None, deep: Deep = False, repair: Repair = False) -> None:
+Cluster = Annotated[bool, typer.Option("--cluster", help="All nodes of the cluster, and whether they agree.")]
+
+
+def check(
+    context: typer.Context,
+    *,
+    cluster: Cluster = False,
+    data_dir: DataDir = None,
+    deep: Deep = False,
+    repair: Repair = False,
+) -> None:
     """Check the live node: table, slabs and holds must agree. Or an NVMe tier.
 
     Fails (1) if they do not, with --repair only if something is left. The
-    live check needs an admin, and the node answers nobody else meanwhile.
+    live check needs an admin, and a node answers nobody else meanwhile. With
+    --cluster all nodes look, and must agree on who is a member and has what.
 
     \b
     Examples:
       cairn check && echo all is well
+      cairn check --cluster
       cairn check --data-dir /var/lib/cairn --deep
       cairn check --data-dir /var/lib/cairn --repair
     """
+    if cluster and data_dir is not None:
+        raise InvalidRequest("--cluster asks nodes that run: not with --data-dir")
     if data_dir is not None:
         _check_folder(context, data_dir, deep=deep, repair=repair)
         return
@@ -40,11 +54,13 @@ def check(context: typer.Context, *, data_dir: DataDir = None, deep: Deep = Fals
         raise InvalidRequest("--deep and --repair go with --data-dir")
     with node(context, PATIENCE_S) as client, output.progress() as shown:
         shown.add_task("checking", total=None)
-        problems = client.check()
+        names = [row["name"] for row in client.nodes().rows] if cluster else []
+        problems = client.check(cluster=cluster)
     if invocation(context).json:
-        output.emit({"ok": not problems, "problems": problems})
+        output.emit({"ok": not problems, "problems": problems} | ({"nodes": names} if cluster else {}))
     else:
-        output.say(*problems or ["all is well"])
+        where = f" on {output.count_text(len(names), 'node')}" if cluster else ""
+        output.say(*problems or [f"all is well{where}"])
     if problems:
         raise typer.Exit(FAILED)
 

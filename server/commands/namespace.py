@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from engine_client.cluster_operations import MOST_COPIES
 from engine_client.steps import OpenSpace
 from kvstore.errors import InvalidRequest
 from kvstore.prefix import HASHES, Namespace
@@ -31,6 +32,15 @@ def define(
     adapter: Annotated[str, typer.Option(help="LoRA adapter.")] = "",
     hash_name: Annotated[str, typer.Option("--hash", help=f"How keys are made: {', '.join(HASHES)}.")] = "xxh3",
     parts: Annotated[int, typer.Option(help="Writers that each put a slice of every block.")] = 1,
+    replicas: Annotated[
+        int,
+        typer.Option(
+            min=-1,
+            max=MOST_COPIES,
+            help="In a cluster: nodes that shall have each block; 0: by use, -1: as it was said last.",
+        ),
+    ] = -1,
+    through: Annotated[bool, typer.Option("--through", help="With --replicas: commits wait for the copies.")] = False,
 ) -> None:
     """Say what a name stands for.
 
@@ -38,9 +48,10 @@ def define(
     differ.
 
     \b
-    Example:
+    Examples:
       cairn namespace define llama --model meta-llama/Llama-3.1-8B --dtype bfloat16 \\
           --layout layer,kv,token,head,dim --block-tokens 16 --layers 32 --block-bytes 2MiB
+      cairn namespace define llama --model m --dtype bfloat16 --layout plain --block-tokens 16 --replicas 2
     """
     if hash_name not in HASHES:
         raise InvalidRequest(f"--hash is one of {', '.join(HASHES)}, not {hash_name!r}")
@@ -61,7 +72,7 @@ def define(
     except ValueError as error:
         raise InvalidRequest(str(error)) from error
     with node(context) as client:
-        space = client.open(name, namespace)
+        space = client.open(name, namespace, replicas=replicas, through=through)
     _print(context, space)
 
 

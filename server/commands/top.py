@@ -1,4 +1,4 @@
-"""`cairn top`: a live view of a node."""
+"""`cairn top`: a live view of a node, and of its cluster."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -7,18 +7,20 @@ from threading import Event
 from typing import Annotated, Any
 
 import typer
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
 from kvstore.errors import Rejected, StoreError, TransportError
 from kvstore.types import DRAM
 from server.commands import inputs, output
+from server.commands.nodes import described, node_table, remarks, roster_of
 from server.commands.reach import invocation, node
 from server.commands.stat import snapshot
 from server.commands.tiers import tier_table, traffic
 
 NAMESPACES = 12  # shown to people, the busiest first
+NODES = 24  # of the cluster, the fullest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ def top(
     ] = "1s",
     once: Annotated[bool, typer.Option("--once", help="Look for one interval, print, and end.")] = False,
 ) -> None:
-    """Watch a node: tiers, rates, evictions, namespaces, tenants.
+    """Watch a node: tiers, rates, evictions, namespaces, tenants, its cluster.
 
     Ctrl-C ends it. It goes on when the node cannot be reached, and finds it
     again after a restart. Where stdout is no terminal, a view (with --json a
@@ -84,9 +86,12 @@ def _samples(context: typer.Context, interval_s: float) -> Iterator[Sample | Sto
     while True:
         try:
             with node(context) as client:
+                roster = roster_of(client)
                 while True:
-                    yield Sample(time.monotonic(), snapshot(client))
+                    cluster = {"cluster": described(roster)} if roster is not None else {}
+                    yield Sample(time.monotonic(), snapshot(client) | cluster)
                     pause.wait(interval_s)
+                    roster = roster_of(client) if roster is not None else None
         except (TransportError, Rejected) as error:
             yield error
             pause.wait(interval_s)
@@ -135,6 +140,7 @@ def describe(before: Sample | None, now: Sample) -> dict[str, Any]:
             "tiers": _tier_rates(found["tiers"], old["tiers"], rate),
         },
         "namespaces": namespaces,
+        **({"cluster": found["cluster"]} if "cluster" in found else {}),
     }
 
 
@@ -203,10 +209,20 @@ def _picture(view: dict[str, Any] | StoreError) -> Group:
     for name, row in view["tenants"].items():
         tenants.add_row(name, output.size_text(_sum(row["used_bytes"])))
     moved = _moved_table(rates["tiers"])
-    parts = [tier_table(view["tiers"]), *([moved] if moved.row_count else []), flow]
+    parts: list[RenderableType] = [tier_table(view["tiers"]), *([moved] if moved.row_count else []), flow]
     parts += [gone] if rates["removed_blocks"] else []
     parts += [*([spaces] if view["namespaces"] else []), tenants]
+    parts += _cluster(view["cluster"]) if "cluster" in view else []
     return Group(head, *(item for part in parts for item in ("", part)))
+
+
+def _cluster(found: dict[str, Any]) -> list[RenderableType]:
+    """The nodes, and what is wrong with membership."""
+    rows = sorted(found["nodes"], key=lambda row: row.get("used_bytes") or 0, reverse=True)
+    shown = node_table(rows[:NODES], found["node"])
+    if len(rows) > NODES:
+        shown.add_row(output.dim(f"and {len(rows) - NODES:,} more"))
+    return [shown, *remarks(found["trouble"], rows)[1:]]
 
 
 def _moved_table(rates: dict[str, dict[str, float]]) -> Table:

@@ -293,9 +293,11 @@ def _refusal(placement: Placement, session: Session) -> StoreError | Problem:
 
 async def _hold(request: Request, session: Session, space: OpenNamespace, key: BlockKey) -> int:
     """A lease on a block, which is loaded first where a lower tier has it. Raises NotFound, DeadlineExceeded."""
-    load_s = _load_s(request)
+    load_s, parent = _load_s(request), _parent(request, space)
     lease_ms = int(session.store.limits.lease_max_s * 1000)
-    acquired = await session.ask(wire.Acquire(0, space.number, key, lease_ms, load_ms=int(load_s * 1000)))
+    acquired = await session.ask(
+        wire.Acquire(0, space.number, key, lease_ms, load_ms=int(load_s * 1000), parent=parent)
+    )
     if acquired.lease_id:
         return int(acquired.lease_id)
     tier, _ = whereabouts(session.store, space, key)

@@ -29,6 +29,11 @@ def to_key(space: OpenNamespace, digits: str) -> BlockKey:
     return key
 
 
+def parent_of(space: OpenNamespace, digits: str | None) -> bytes:
+    """The key before a chain's first; empty where it begins with it."""
+    return to_key(space, digits) if digits else b""
+
+
 def to_keys(session: Session, space: OpenNamespace, keys: list[str]) -> list[BlockKey]:
     """Raises InvalidRequest for more than may come at once."""
     _check_batch(session, len(keys))

@@ -13,6 +13,7 @@ from pydantic import (
     WrapValidator,
 )
 
+from engine_client.cluster_operations import MOST_COPIES
 from kvstore.prefix import LIMITS, MAX_TEXT_BYTES, MAX_TOKEN, TERMS_PATTERN
 from server.config import YEAR_S
 
@@ -334,6 +335,65 @@ class TierList(Answer):
 
 class CheckResult(Answer):
     problems: Annotated[list[str], Field(description="Empty when all is well.")]
+
+
+class ClusterCheck(CheckResult):
+    nodes: Annotated[list[str], Field(description="Those that were asked.")]
+
+
+class DrainNode(Body):
+    """Which node of the cluster."""
+
+    node: Annotated[str, Field(pattern=NAME_PATTERN, examples=["node-3"])]
+
+
+class Copies(Body):
+    """How many, and of which namespace."""
+
+    namespace: Annotated[str, Field(min_length=1, examples=["llama"])]
+    copies: Annotated[int, Field(ge=1, le=MOST_COPIES, description="Nodes that shall have each block."), INTEGRAL]
+
+
+class ReplicateKeys(ByKeys, Copies):
+    """Of these blocks."""
+
+
+class ReplicateTokens(ByTokens, Copies):
+    """Of a prompt's blocks."""
+
+
+class ReplicateAll(EvictAll, Copies):
+    """Of all that the node has of the namespace."""
+
+
+class ReplicateResult(Answer):
+    blocks: Annotated[int, Field(description="That this node has of those.")]
+    copied: Annotated[int, Field(description="Copies made.")]
+    short: Annotated[int, Field(description="Blocks that still have fewer copies.")]
+
+
+class ClusterNode(Answer):
+    """What is not known here of a node is absent or null."""
+
+    name: str
+    epoch: Annotated[int, Field(description="When it was started, in ms of its clock.")]
+    condition: Annotated[str, Field(description="serving, or draining.")] = ""
+    address: str = ""
+
+
+class Cluster(Answer):
+    node: Annotated[str, Field(description="The one that was asked.")]
+    trouble: Annotated[str, Field(description="Of its membership; empty while all is well.")]
+    nodes: list[ClusterNode]
+
+
+class Whereabout(Answer):
+    key: str
+    nodes: Annotated[dict[str, list[str]], Field(description="The tiers of each node that has it.")]
+
+
+class WhereaboutsResult(Answer):
+    blocks: list[Whereabout]
 
 
 class Health(Answer):

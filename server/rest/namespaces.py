@@ -8,14 +8,16 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Path, Query, Request, Response
 from fastapi.responses import JSONResponse
 
+from engine_client.cluster_operations import MOST_COPIES, check_replicas
 from kvstore import wire
 from kvstore.catalogue import OpenNamespace
 from kvstore.errors import InvalidRequest, NamespaceMismatch
 from kvstore.explain import whereabouts
 from kvstore.packed import pack_keys
 from kvstore.prefix import Namespace
+from server.operator_requests import LIST_LIMIT
 from server.rest.door import SLOW_S, session_of, visit_of
-from server.rest.keys import all_parts, find_namespace, first_parts, to_key, to_keys
+from server.rest.keys import all_parts, find_namespace, first_parts, parent_of, to_key, to_keys
 from server.rest.models import (
     EXAMPLE_KEY,
     IN_ORDER,
@@ -48,9 +50,9 @@ from server.rest.models import (
     PromoteResult,
     PromoteTokens,
 )
-from server.rest.openapi import GUARDED, READS_BODY, by_name, problems
+from server.rest.openapi import GUARDED, READS_BODY, Parent, by_name, problems
 from server.rest.problems import Problem
-from server.session import LIST_LIMIT, Session
+from server.session import Session
 
 router = APIRouter(prefix="/v1", responses=GUARDED, generate_unique_id_function=by_name)
 
@@ -59,6 +61,15 @@ NewName = Annotated[str, Path(pattern=NAME_PATTERN, description="Name of the nam
 After = Annotated[str | None, Query(pattern=KEY_PATTERN, description="`next` of the list before.")]
 Limit = Annotated[int, Query(ge=1, le=LIST_LIMIT)]
 FromTier = Annotated[str, Query(description="From this tier only; empty: from all.")]
+Replicas = Annotated[
+    int,
+    Query(
+        ge=-1,
+        le=MOST_COPIES,
+        description="Nodes of a cluster that shall have each block; 0: by use, -1: as it was said last.",
+    ),
+]
+Through = Annotated[bool, Query(description="Commits wait for the copies: with 2 replicas or more.")]
 PinId = Annotated[int, Path(ge=1, le=MOST)]
 
 BY_KEYS: Any = {"summary": "by keys", "value": {"keys": [EXAMPLE_KEY]}}
@@ -88,16 +99,30 @@ LOOKUP = READS_BODY | problems(404, 409)
 @router.put("/namespaces/{ns}", status_code=201, response_model=NamespaceRow, tags=["namespaces"], responses={
     200: {"model": NamespaceRow, "description": "It stands for that already."}, **READS_BODY, **problems(409),
 })  # fmt: skip
-async def define_namespace(request: Request, response: Response, ns: NewName, fields: NamespaceFields) -> NamespaceRow:
-    """Say what a name stands for. 409 with the `differences` when it stands for something else."""
+async def define_namespace(
+    request: Request,
+    response: Response,
+    ns: NewName,
+    fields: NamespaceFields,
+    *,
+    replicas: Replicas = -1,
+    through: Through = False,
+) -> NamespaceRow:
+    """Say what a name stands for. 409 with the `differences` when it stands for something else, and for `replicas`
+    that cannot be."""
     session = session_of(request)
     wanted = _namespace(fields)
     known = _names(session)
     try:
-        await session.ask(wire.Open(0, ns, wanted))
+        check_replicas(replicas, through=through)
+        await session.ask(wire.Open(0, ns, wanted, replicas, through))
     except NamespaceMismatch as error:
         differences = find_namespace(session, ns).namespace.differences(wanted)
         raise Problem(409, str(error), code=error.code, members={"differences": differences}) from error
+    except InvalidRequest as error:
+        if replicas < 0 and not through:
+            raise
+        raise Problem(409, str(error)) from error
     response.status_code = 200 if ns in known else 201
     return _row(ns, find_namespace(session, ns))
 
@@ -139,12 +164,12 @@ async def evict_all(request: Request, ns: Name, tier: FromTier = "") -> EvictRes
 
 
 @router.post("/namespaces/{ns}/match", response_model=MatchResult, tags=["chains"], responses=LOOKUP)
-async def match(request: Request, ns: Name, body: Chain) -> MatchResult:
+async def match(request: Request, ns: Name, body: Chain, parent: Parent = None) -> MatchResult:
     """How many of a chain's blocks are here, from the first. Holds nothing."""
     session = session_of(request)
     space = find_namespace(session, ns)
     keys = first_parts(session, space, body)
-    blocks = (await session.ask(wire.Match(0, space.number, pack_keys(keys)))).blocks
+    blocks = (await session.ask(wire.Match(0, space.number, pack_keys(keys), parent_of(space, parent)))).blocks
     tokens = blocks * space.namespace.block_tokens
     return MatchResult(matched_blocks=blocks, matched_tokens=tokens, keys=[key.hex() for key in keys])
 
@@ -168,13 +193,14 @@ async def evict(request: Request, ns: Name, body: Eviction, tier: FromTier = "")
 
 
 @router.post("/namespaces/{ns}/promote", response_model=PromoteResult, tags=["chains"], responses=LOOKUP)
-async def promote(request: Request, ns: Name, body: Promotion) -> PromoteResult:
-    """Begin to load what lower tiers have of a chain into DRAM, and do not wait for it."""
+async def promote(request: Request, ns: Name, body: Promotion, parent: Parent = None) -> PromoteResult:
+    """Begin to load what lower tiers, or other nodes, have of a chain into DRAM, and do not wait for it."""
     session = session_of(request)
     space = find_namespace(session, ns)
     keys = first_parts(session, space, body)
     load_ms = math.ceil(body.load_seconds * 1000)
-    promoted = await session.ask(wire.Promote(0, space.number, pack_keys(keys), load_ms))
+    before = parent_of(space, parent)
+    promoted = await session.ask(wire.Promote(0, space.number, pack_keys(keys), load_ms, before))
     return PromoteResult(loading=promoted.loading)
 
 

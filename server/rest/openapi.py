@@ -1,7 +1,8 @@
 """The OpenAPI document: what every operation can answer, beyond what FastAPI finds out by itself."""
 
-from typing import Any
+from typing import Annotated, Any
 
+from fastapi import Query
 from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
 
@@ -23,6 +24,9 @@ A node's blocks for whoever speaks HTTP: operators, tools, engines without the S
 Everything under `/v1` needs `Authorization: Bearer <token>`. Every refusal is a problem document (RFC 9457) whose
 `code` says what happened; 405 comes with `Allow`, and what can be asked again later with `Retry-After`.
 """
+Parent = Annotated[
+    str | None, Query(pattern=KEY_PATTERN, description="Key of the block before the first, where a chain goes on.")
+]
 BINARY = {"schema": {"type": "string", "format": "binary", "minLength": 1}}
 
 ETAG = {
@@ -67,6 +71,7 @@ RANGED: dict[str, Any] = {
     "parameters": [
         *PATH,
         LOAD,
+        _parameter("query", "parent", "Key of the block before it: other nodes are asked by it.", KEY_PATTERN),
         MATCHES,
         _parameter("header", "Range", "One range of bytes; several are answered with all of it."),
         _parameter("header", "If-Range", "ETag without which Range does not count."),

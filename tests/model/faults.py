@@ -42,34 +42,33 @@ MODEL_FAULTS = [
     Fault(
         "a tenant is charged for what it freed",
         "table.py",
-        "        self._count(tier, replica.space.tenant, -replica.group.slot_bytes)\n"
-        "        tier.pool.give_back(replica.slab, replica.index)\n",
-        "        self._count(tier, replica.space.tenant, -replica.size)\n"
-        "        tier.pool.give_back(replica.slab, replica.index)\n",
+        "        self._count(tier, replica.space.tenant, -replica.group.slot_bytes)\n        tier.copy_bytes -= ",
+        "        self._count(tier, replica.space.tenant, -replica.size)\n        tier.copy_bytes -= ",
     ),
     Fault(
         "a parent goes before its children",
         "replica.py",
-        "not self.holders and self.key not in self.space.first_child",
-        "not self.holders",
+        "return self.key not in self.space.first_child or self.is_copy\n",
+        "return True\n",
     ),
     Fault(
         "a parent that gets a child is still offered for eviction",
         "table.py",
-        "            if parent.is_evictable:\n                self._evictable(parent).remove(parent)\n",
+        "            if parent.is_evictable and not parent.is_copy:\n"
+        "                self._evictable(parent).remove(parent)\n",
         "",
     ),
     Fault(
         "a parent whose last child went is not offered for eviction",
         "table.py",
-        "        if parent.is_evictable:\n            self._evictable(parent).add(parent)\n",
-        "",
+        "            self._evictable(parent).add(parent)\n",
+        "            pass\n",
     ),
     Fault(
         "a parent does not take up the recency of the child that went",
         "table.py",
-        "        parent.last_use = max(parent.last_use, replica.last_use)\n",
-        "",
+        "            parent.last_use = replica.last_use\n",
+        "            pass\n",
     ),
     Fault(
         "a child that goes takes its younger siblings along",
@@ -110,8 +109,8 @@ MODEL_FAULTS = [
     Fault(
         "a slab is emptied before what hangs on it elsewhere",
         "emptying.py",
-        "            stack.extend((child, False) for child in replica.space.children_of(replica))\n",
-        "",
+        "            if not replica.is_copy:\n",
+        "            if replica.soft_pins > 99:\n",
     ),
     Fault(
         "a slot that is used again keeps its generation",
@@ -190,8 +189,76 @@ MODEL_FAULTS = [
     Fault(
         "softly pinned blocks go first",
         "evictable.py",
-        "        return self._free.coldest() or self._pinned.coldest()\n",
-        "        return self._pinned.coldest() or self._free.coldest()\n",
+        "        return first or self._pinned_copies.coldest() or self._pinned.coldest()\n",
+        "        return self._pinned_copies.coldest() or self._pinned.coldest() or first\n",
+    ),
+    Fault(
+        "copies that take more than their share wait for their turn",
+        "evictable.py",
+        "return copy if copies_first or copy.last_use < original.last_use else original",
+        "return copy if copy.last_use < original.last_use else original",
+    ),
+    Fault(
+        "a copy waits for its children",
+        "replica.py",
+        "return self.key not in self.space.first_child or self.is_copy\n",
+        "return self.key not in self.space.first_child\n",
+    ),
+    Fault(
+        "copies are not counted",
+        "table.py",
+        "        self.tiers[replica.space.tier].copy_bytes += replica.group.slot_bytes * (1 if is_copy else -1)\n",
+        "",
+    ),
+    Fault(
+        "a copy is counted after it went",
+        "table.py",
+        "        tier.copy_bytes -= replica.group.slot_bytes if replica.is_copy else 0\n",
+        "",
+    ),
+    Fault(
+        "a copy is offered as an original too",
+        "table.py",
+        "            self._evictable(replica).remove(replica)\n        replica.is_copy = is_copy\n",
+        "            pass\n        replica.is_copy = is_copy\n",
+    ),
+    Fault(
+        "a held replica that becomes a copy is offered for eviction",
+        "table.py",
+        "        if replica.is_evictable:\n            self._evictable(replica).add(replica)\n\n    # Making room.",
+        "        if replica.state is State.WRITTEN:\n"
+        "            self._evictable(replica).add(replica)\n\n    # Making room.",
+    ),
+    Fault(
+        "a copy that goes takes its children out of the families",
+        "table.py",
+        "        del replica.space.replicas[replica.key]\n",
+        "        del replica.space.replicas[replica.key]\n"
+        "        if replica.is_copy:\n            replica.space.first_child.pop(replica.key, None)\n",
+    ),
+    Fault(
+        "a copy that gets a child is not offered any more",
+        "table.py",
+        "            if parent.is_evictable and not parent.is_copy:\n                self",
+        "            if parent.is_evictable:\n                self",
+    ),
+    Fault(
+        "a copy whose child went is offered twice",
+        "table.py",
+        "        if parent.is_evictable and not parent.is_copy:\n            self._evictable(parent).add",
+        "        if parent.is_evictable:\n            self._evictable(parent).add",
+    ),
+    Fault(
+        "a copy keeps its place when it takes up the recency of a child",
+        "table.py",
+        "            self._evictable(parent).touch(parent)\n",
+        "            pass\n",
+    ),
+    Fault(
+        "a slab is emptied of all that hangs on its copies",
+        "emptying.py",
+        "            if not replica.is_copy:\n",
+        "            if replica.holders == 0:\n",
     ),
 ]
 
@@ -238,6 +305,18 @@ FAULTS = [
         "table.py",
         "            if self._empty_slab(slabs, Cause.SLAB_TAKEN, pinned_too=False):\n",
         "            if self._empty_slab(slabs, Cause.SLAB_TAKEN, pinned_too=True):\n",
+    ),
+    Fault(
+        "of softly pinned blocks, originals go before copies",
+        "evictable.py",
+        "        return first or self._pinned_copies.coldest() or self._pinned.coldest()\n",
+        "        return first or self._pinned.coldest() or self._pinned_copies.coldest()\n",
+    ),
+    Fault(
+        "originals go in a row with copies that are too many",
+        "emptying.py",
+        "        if above.is_copy != coldest.is_copy:\n            break",
+        "        if above.soft_pins != coldest.soft_pins:\n            break",
     ),
     Fault(
         "the front of the hottest chain looks cold",

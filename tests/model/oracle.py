@@ -27,6 +27,7 @@ class Block:
     state: str = "allocated"
     holders: int = 1
     soft_pins: int = 0
+    is_copy: bool = False
 
     @property
     def room(self) -> Room:
@@ -52,6 +53,7 @@ class Model:
     slabs: dict[int, Slab] = field(default_factory=dict)
     given_out: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)  # slab: (start, end, generation)
     uses: int = 0
+    copy_share: float = 1.0
 
     # Room.
 
@@ -121,7 +123,8 @@ class Model:
         return [child for child in self.blocks.values() if child.place == block.place and child.parent == block.key]
 
     def is_evictable(self, block: Block) -> bool:
-        return block.state == "written" and not block.holders and not self.children(block)
+        is_free = block.state == "written" and not block.holders
+        return is_free and (block.is_copy or not self.children(block))
 
     def coldest(self, tenant: str | None = None, room: Room | None = None) -> Block | None:
         parents = {(block.place, block.parent) for block in self.blocks.values()}
@@ -132,19 +135,25 @@ class Model:
             and not block.holders
             and tenant in (None, block.place[0])
             and room in (None, block.room)
-            and (block.place, block.key) not in parents
+            and (block.is_copy or (block.place, block.key) not in parents)
         )
-        return min(candidates, key=lambda block: (block.soft_pins > 0, block.last_use), default=None)
+        copies_first = self.copy_bytes() > self.copy_share * len(self.slabs) * SLAB_BYTES
+
+        def turn(block: Block) -> tuple[bool, bool, int]:
+            is_pinned = block.soft_pins > 0
+            return is_pinned, (is_pinned or copies_first) and not block.is_copy, block.last_use
+
+        return min(candidates, key=turn, default=None)
 
     def descendants(self, blocks: Iterable[Block]) -> set[Block]:
-        """These and all that hang on them."""
+        """These and all that must go before them."""
         found: set[Block] = set()
         stack = list(blocks)
         while stack:
             block = stack.pop()
             if block not in found:
                 found.add(block)
-                stack += self.children(block)
+                stack += [] if block.is_copy else self.children(block)
         return found
 
     def emptiable(self, *, pinned_too: bool, room: Room | None = None) -> list[set[Block]]:
@@ -178,6 +187,9 @@ class Model:
         for block in self.occupants():
             used[block.place[0]] = used.get(block.place[0], 0) + block.slot.size
         return used
+
+    def copy_bytes(self) -> int:
+        return sum(block.slot.size for block in self.occupants() if block.is_copy)
 
     def occupants(self) -> Iterator[Block]:
         for slab in self.slabs.values():

@@ -13,7 +13,10 @@ import pytest
 
 AT_ONCE = 2
 SUITES = {
-    "table": ["unit/test_holds.py", "unit/test_table.py", "unit/test_slab.py", "unit/test_eviction.py"],
+    "table": [
+        *("unit/test_holds.py", "unit/test_table.py", "unit/test_copies.py"),
+        *("unit/test_slab.py", "unit/test_eviction.py"),
+    ],
     "table model": ["model/test_table_model.py"],
     "tiers model": ["model/test_tiers_model.py"],
     "store model": ["model/test_tiered_store_model.py"],
@@ -26,6 +29,8 @@ SUITES = {
     "channel model": ["model/test_channel_model.py"],
     "transfers": ["unit/test_read_queue.py", "unit/test_rdma_paths.py"],
     "transfers model": ["model/test_rdma_transfers_model.py"],
+    "directory": ["unit/test_homes.py", "unit/test_directory.py", "unit/test_announcer.py"],
+    "directory model": ["model/test_directory_model.py"],
 }
 OPTIONS = ["-q", "-x", "--tb=line", "--assert=plain", "-p", "no:cacheprovider", "--noconftest", "--rootdir", "."]
 

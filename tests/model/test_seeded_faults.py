@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.model import channel_faults, faults, published_faults, rdma_faults, tier_faults
+from tests.model import channel_faults, directory_faults, faults, published_faults, rdma_faults, tier_faults
 from tests.model.faults import Fault
 
 FAULTS = {
@@ -24,6 +24,8 @@ FAULTS = {
     "channel model": channel_faults.MODEL_FAULTS,
     "transfers": rdma_faults.FAULTS,
     "transfers model": rdma_faults.MODEL_FAULTS,
+    "directory": directory_faults.FAULTS,
+    "directory model": directory_faults.MODEL_FAULTS,
 }
 Outcomes = Callable[[str], dict[str, tuple[int, str]]]
 REPO = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from kvstore.check import check
 from kvstore.errors import InvalidRequest, Rejected, StaleLease, TierFull
 from kvstore.holds import Grant, Holds, Lease, Pin
 from kvstore.table import BlockTable, Space, TierShape
-from kvstore.types import DRAM, BlockKey, Cause, Change, Owner, Placement, State
+from kvstore.types import DRAM, BlockKey, Cause, Change, GroupKey, Owner, Placement, State
 from tests.model.oracle import CLASSES, SLAB_BYTES, Block, Model, Place, Slab
 
 SLABS = 5
@@ -348,6 +348,24 @@ class TableMachine(RuleBasedStateMachine):
         if hold_id not in self.leases:
             assert not self.holds.release(owner, hold_id)
 
+    # Other nodes.
+
+    @precondition(lambda self: self.model.blocks)
+    @rule(number=which, is_copy=st.booleans(), with_chain=st.booleans())
+    def mark_copy(self, number: int, is_copy: bool, with_chain: bool) -> None:
+        """Held or not, with children or without, twice."""
+        place, keys = self.some_chain(number, 0)
+        for key in keys if with_chain else keys[-1:]:
+            block = self.model.find(place, key)
+            if block is not None:
+                self.table.mark_copy(block.replica, is_copy=is_copy)
+                self.table.mark_copy(block.replica, is_copy=is_copy)
+                block.is_copy = is_copy
+
+    @rule(share=st.sampled_from([0.0, 0.1, 0.4, 1.0]))
+    def allow_copies(self, share: float) -> None:
+        self.tier.copy_share = self.model.copy_share = share
+
     # Operators.
 
     @precondition(lambda self: self.model.blocks)
@@ -490,6 +508,7 @@ class TableMachine(RuleBasedStateMachine):
             assert STATES[replica.state] == block.state
             assert replica.slot == block.slot
             assert (replica.holders, replica.soft_pins) == (block.holders, block.soft_pins)
+            assert replica.is_copy == block.is_copy
         for held in (*self.leases.values(), *self.grants.values()):
             assert [block.replica for block in held.blocks] == list(held.hold.replicas)
 
@@ -507,6 +526,7 @@ class TableMachine(RuleBasedStateMachine):
         used = self.model.used_bytes()
         assert {tenant: size for tenant, size in self.tier.tenant_bytes.items() if size} == used
         assert self.tier.used_bytes == sum(used.values())
+        assert self.tier.copy_bytes == self.model.copy_bytes()
         assert self.tier.replicas == len(self.model.blocks)
         assert self.tier.pool.capacity_bytes == len(self.model.slabs) * SLAB_BYTES
         for owner in map(Owner, (1, 2)):
@@ -518,6 +538,9 @@ class TableMachine(RuleBasedStateMachine):
         for tenant in (None, "red", "blue"):
             expected = self.model.coldest(tenant)
             assert self.table.coldest(DRAM, tenant) is (expected and expected.replica)
+        for room in {block.room for block in self.model.blocks.values()}:
+            expected = self.model.coldest(room=room)
+            assert self.tier.coldest_of(GroupKey(*room)) is (expected and expected.replica)
 
 
 _examples, _steps, _derandomized = PROFILES[os.environ.get("CAIRN_MODEL_PROFILE", "ci")]

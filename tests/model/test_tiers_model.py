@@ -492,6 +492,7 @@ class TiersMachine(RuleBasedStateMachine):
         )
         replica.hits = old.hits
         self.table.restore(replica)
+        assert self.events() == [(Change.RESTORED, replica, None)]
         assert self.table.readable(space, block.key) is replica
         self.uses += 1
         restored = Block(NVME, block.place, block.key, block.parent, block.size, replica, slot, self.uses)

@@ -62,8 +62,8 @@ def test_what_is_shown_can_be_given_again():
     assert again == load(None, HOME, ["--tiers.dram.capacity", "1.5GiB", "--limits.put_timeout", "90s"])
 
 
-def test_there_are_at_most_65_settings():
-    assert len(defaults()) <= 65
+def test_there_are_at_most_80_settings():
+    assert len(defaults()) <= 80
 
 
 @pytest.mark.parametrize(

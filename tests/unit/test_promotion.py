@@ -8,7 +8,8 @@ import pytest
 from kvstore.bandwidth import STALE_S
 from kvstore.copier import checksum
 from kvstore.intake import Limits
-from kvstore.promotion import HEDGE_LEAST_S, JOB_BLOCKS
+from kvstore.loads import JOB_BLOCKS
+from kvstore.promotion import HEDGE_LEAST_S
 from kvstore.types import DRAM, NVME, OBJECT, Cause, Owner, Placement
 from tests.faulty_bucket import FaultyBucket
 from tests.faulty_file import Fail, FlipBit
@@ -412,8 +413,7 @@ class TestLate:
         {"first": first.end, "second": second.end, "neither": lambda: None}[ended]()
         chain.node.turn()
         task.cancel()
-        for load in list(chain.node.store._tasks):
-            load.cancel()
+        chain.node.stop_background()
         chain.node.settle()
         assert chain.node.problems() == []
         assert chain.get() == 2

@@ -16,7 +16,7 @@ import pytest
 from kvstore.catalogue import OpenNamespace, Tenant
 from kvstore.copier import Copier
 from kvstore.holds import Lease
-from kvstore.promotion import JOB_BLOCKS
+from kvstore.loads import JOB_BLOCKS
 from kvstore.tiers import TierSpec
 from kvstore.tiers import block_file as block_file_module
 from kvstore.tiers import nvme as nvme_module

@@ -249,7 +249,7 @@ class TestFamily:
         node = make_node(1)
         node.store("b", "a")
         parent = node.store("a")
-        assert not node.table.is_evictable(parent)
+        assert not parent.is_evictable
         assert node.evict_all() == "ba"
 
     def test_a_parent_that_comes_back_finds_its_children(self, make_node: MakeNode) -> None:
@@ -258,7 +258,7 @@ class TestFamily:
         node.store("c", "a")
         node.table.discard(parent, Cause.CORRUPT)
         again = node.store("a")
-        assert sorted(map(name, node.table.children(again))) == ["b", "c"]
+        assert sorted(map(name, again.space.children_of(again))) == ["b", "c"]
         node.gone()
         assert node.evict_all() == "bca"
 
@@ -277,7 +277,7 @@ class TestFamily:
         children = {child: node.store(child, "p") for child in "abcd"}
         for child in "bdca":
             node.table.discard(children.pop(child), Cause.DELETED)
-            found = map(name, node.table.children(node.space().replicas[key("p")]))
+            found = map(name, node.space().children_of(node.space().replicas[key("p")]))
             assert sorted(found) == sorted(children)
             assert list(check(node.table, node.holds)) == []
         assert node.table.coldest(DRAM) is node.space().replicas[key("p")]
@@ -704,4 +704,4 @@ class TestColdestChain:
         assert replica is not None
         table.commit(replica, 7)
         assert table.coldest_chain(DRAM, 9999) == []
-        assert table.is_listed(replica)
+        assert replica in table.tiers[replica.space.tier].evictable

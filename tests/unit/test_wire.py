@@ -33,6 +33,8 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     """Any value that a field of this type may have."""
     if get_origin(hint) in (Union, UnionType):
         return st.one_of(*map(values, get_args(hint)))
+    if get_origin(hint) is tuple and get_args(hint)[-1] is not Ellipsis:
+        return st.tuples(*map(values, get_args(hint)))
     if get_origin(hint) is tuple:
         return st.lists(values(get_args(hint)[0]), max_size=4).map(tuple)
     if get_origin(hint) is list:

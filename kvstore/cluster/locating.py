@@ -1,0 +1,138 @@
+"""Which nodes hold the blocks of a chain: one parallel round of questions to the homes of its stripes."""
+
+import asyncio
+import struct
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from kvstore.catalogue import OpenNamespace
+from kvstore.cluster.directory import Directory
+from kvstore.cluster.homes import Homes
+from kvstore.cluster.links import Links
+from kvstore.cluster.members import View
+from kvstore.cluster.naming import STRIPE_BLOCKS, names_of, partition_of
+from kvstore.errors import ProtocolError, StoreError
+from kvstore.types import KEY_BYTES, BlockKey
+from kvstore.wire_cluster import HOLDING, STRIPE, Locate, Located
+
+LOCATE_S = 0.5  # a home that does not answer by then knows of nothing
+Holders = Mapping[str, int]  # of a block: node -> tiers, as bits
+NOBODY: Holders = {}
+
+
+class Place(NamedTuple):
+    """Where a block is in the directory: the partition of its stripe, and how far it is from the stripe's start."""
+
+    partition: int
+    position: int
+
+
+class Stripe(NamedTuple):
+    """Blocks [start, end) of a run, which are in one stripe."""
+
+    partition: int
+    position: int  # of block `start` in it
+    start: int
+    end: int
+
+
+def place_after(before: Place, root: bytes, key: BlockKey) -> Place:
+    """Of the block after one."""
+    if before.position + 1 < STRIPE_BLOCKS:
+        return Place(before.partition, before.position + 1)
+    return Place(partition_of(root, key), 0)
+
+
+def stripes_of(root: bytes, keys: Sequence[BlockKey], first: Place) -> list[Stripe]:
+    """A run of a chain, cut into stripes; `first` is the place of its first block."""
+    stripes: list[Stripe] = []
+    start, place = 0, first
+    while start < len(keys):
+        end = min(start + STRIPE_BLOCKS - place.position, len(keys))
+        stripes.append(Stripe(place.partition, place.position, start, end))
+        start = end
+        if start < len(keys):
+            place = Place(partition_of(root, keys[start]), 0)
+    return stripes
+
+
+def place_of(space: OpenNamespace, key: BlockKey, parent: BlockKey | None) -> Place | None:
+    """Of the first block of a run, by what is here: the block itself, or the one before it. None when neither is, and
+    the run does not begin its chain."""
+    for tier_space in space.spaces:
+        replica = tier_space.replicas.get(key)
+        if replica is not None and replica.partition >= 0:
+            return Place(replica.partition, replica.position)
+    if parent is None:
+        return Place(partition_of(space.root, key), 0)
+    for tier_space in space.spaces:
+        replica = tier_space.replicas.get(parent)
+        if replica is not None and replica.partition >= 0:
+            return place_after(Place(replica.partition, replica.position), space.root, BlockKey(key[:KEY_BYTES]))
+    return None
+
+
+class Locating:
+    """`view` and `homes` say who is a member and whose a partition is, at present; `me` is this node's name."""
+
+    def __init__(self, me: str, directory: Directory, links: Links, *,
+                 view: Callable[[], View], homes: Callable[[], Homes]) -> None:  # fmt: skip
+        self._me = me
+        self._directory = directory
+        self._links = links
+        self._view = view
+        self._homes = homes
+        self.requests = 0
+
+    async def holders(self, space: OpenNamespace, keys: Sequence[BlockKey], first: Place) -> list[Holders]:
+        """For each block of a run who has it beside this node, as far as its home knows and is heard of in time."""
+        names = names_of(space.root, keys)
+        by_home: dict[str, list[Stripe]] = {}
+        for stripe in stripes_of(space.root, keys, first):
+            by_home.setdefault(self._homes().home(stripe.partition), []).append(stripe)
+        found: list[Holders] = [NOBODY] * len(keys)
+        asked = [self._ask(home, stripes, names, found) for home, stripes in by_home.items() if home]
+        if len(asked) == 1:
+            await asked[0]
+        else:
+            await asyncio.gather(*asked)
+        return found
+
+    async def _ask(self, home: str, stripes: Sequence[Stripe], names: Sequence[int], found: list[Holders]) -> None:
+        packed = b"".join(STRIPE.pack(stripe.partition, stripe.end - stripe.start) for stripe in stripes)
+        wanted = array("Q", [name for stripe in stripes for name in names[stripe.start : stripe.end]]).tobytes()
+        member = self._view().members.get(home)
+        try:
+            if home == self._me:
+                reply = self._directory.locate(Locate(0, packed, wanted))
+            elif member is None:
+                return
+            else:
+                self.requests += 1
+                reply = await self._links.ask(member, lambda number: Locate(number, packed, wanted), LOCATE_S)
+            answers = self._understood(reply, len(wanted) // 8)
+        except StoreError:
+            return  # what nobody can be asked about is a miss
+        at = 0
+        for stripe in stripes:
+            size = stripe.end - stripe.start
+            found[stripe.start : stripe.end] = answers[at : at + size]
+            at += size
+
+    def _understood(self, reply: Located, count: int) -> list[Holders]:
+        """Holders by name, of living members only. Raises ProtocolError for what makes no sense."""
+        members = self._view().members
+        holdings: list[Holders] = [NOBODY]
+        try:
+            for packed in reply.holdings:
+                pairs = HOLDING.iter_unpack(packed)
+                named = ((reply.nodes[number], tiers) for number, tiers in pairs)
+                holdings.append({node: tiers for node, tiers in named if node != self._me and node in members})
+            which = array("H")
+            which.frombytes(reply.which)
+            if len(which) != count:
+                raise ProtocolError(f"{len(which)} answers about {count} blocks")
+            return [holdings[number] for number in which]
+        except (IndexError, ValueError, struct.error) as error:
+            raise ProtocolError(f"an answer of the directory that makes no sense: {error}") from error

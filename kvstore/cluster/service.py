@@ -1,0 +1,367 @@
+"""A node's part in the cluster: who is a member, what each is told, asked and given, and what follows when one goes."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvstore.catalogue import OpenNamespace, Tenant
+from kvstore.clock import Clock
+from kvstore.cluster.announcer import Announcer
+from kvstore.cluster.coordinator import Coordinator
+from kvstore.cluster.directory import Directory
+from kvstore.cluster.holdings import Holdings
+from kvstore.cluster.homes import Homes
+from kvstore.cluster.links import Links
+from kvstore.cluster.locating import Locating, Place
+from kvstore.cluster.members import Member, View
+from kvstore.cluster.pulling import Origin, Pulling
+from kvstore.cluster.replicating import Replicating
+from kvstore.cluster.replication import HeatPolicy
+from kvstore.cluster.replication import Place as Spot
+from kvstore.cluster.routes import Routes
+from kvstore.cluster.telling import Telling
+from kvstore.errors import ConnectFailed, InvalidRequest, NamespaceMismatch, NotFound, Rejected, StoreError
+from kvstore.message import Message
+from kvstore.packed import unpack_keys
+from kvstore.prefix import Namespace
+from kvstore.store import Store
+from kvstore.table import Replica
+from kvstore.tasks import Tasks
+from kvstore.types import DRAM, NODE, BlockKey, Cause
+from kvstore.wire_cluster import (
+    Announce,
+    Announced,
+    Discard,
+    Discarded,
+    Examine,
+    Examined,
+    Fill,
+    Filled,
+    Locate,
+    Vacate,
+    Vacated,
+)
+
+JOIN_AGAIN_S = 1.0
+PROBE_S = 1.0
+COMPARE_S = 8.0
+SWEEP_BLOCKS = 4096
+FILL_LEASE_S = 1.0
+
+Answer = Message | Awaitable[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`copies`: the share of DRAM that copies of other nodes' blocks may take before they go first. `hot_copies`: of a
+    hot stripe, at most; one more for each `hot_rate` blocks/s that are read of it at a holder."""
+
+    copies: float = 0.1
+    hot_copies: int = 4
+    hot_rate: float = 2000.0
+
+
+class Cluster:
+    """`start`, then `aclose`. `tenant` finds a tenant by name; `random` gives numbers in [0, 1)."""
+
+    def __init__(self, me: Member, store: Store, coordinator: Coordinator, links: Links, *,
+                 tenant: Callable[[str], Tenant], options: Options, random: Callable[[], float], clock: Clock,
+                 crashed: Callable[[BaseException], None]) -> None:  # fmt: skip
+        self.me = me
+        self.view = View()
+        self.directory = Directory()
+        self.store = store
+        self._coordinator = coordinator
+        self.links = links
+        self._tenant = tenant
+        self._random = random
+        self._tasks = Tasks(crashed)
+        self._homes = Homes(())
+        self._announcer = Announcer(me.name, me.epoch)
+        self.rooms: dict[str, tuple[int, Announced]] = {}  # what each member said last, and in which epoch
+        self._join_trouble = ""
+        self._probing: set[str] = set()
+        self.holdings = Holdings(store, self._announcer)
+        self.routes = Routes(me.name, me.labels, clock)
+        self.locating = Locating(*(me.name, self.directory, links), view=lambda: self.view, homes=lambda: self._homes)
+        self.pulling = Pulling(
+            *(links, self.locating, self.routes, self.holdings),
+            view=lambda: self.view,
+            random=random,
+            clock=clock,
+            counters=store.counters,
+        )
+        self.telling = Telling(
+            *(me.name, self._announcer, self.holdings, self.directory, links),
+            view=lambda: self.view,
+            tasks=self._tasks,
+            random=random,
+            heard=self._heard,
+            lost=self._lost,
+        )
+        self.replicating = Replicating(
+            *(me.name, store, self.holdings, self.locating, links),
+            HeatPolicy(1, options.hot_copies, options.hot_rate, random),
+            view=lambda: self.view,
+            spots=self._spots,
+            tasks=self._tasks,
+            random=random,
+            clock=clock,
+        )
+        store.table.tiers[DRAM].copy_share = options.copies
+        store.listeners.append(self._changed)
+        store.promotion.use_peers(self.pulling)
+        store.reads.finder = self.pulling
+        self.holdings.stored = self.replicating.stored
+
+    # Life.
+
+    async def start(self) -> None:
+        """Become a member; in the background, where the coordinator does not answer yet. Raises ConfigError."""
+        try:
+            await self._coordinator.join(self.me, self._seen)
+        except ConnectFailed as error:
+            self._join_trouble = str(error)
+            self._tasks.spawn(self._join_later())
+        for job in (
+            self.telling.keep,
+            self.telling.keep_comparing,
+            self.replicating.keep_hot,
+            self.replicating.keep_behind,
+        ):
+            self._tasks.spawn(job())
+
+    async def aclose(self) -> None:
+        """Leave, and hang up."""
+        await self._coordinator.aclose()
+        await self._tasks.aclose()
+        await self.links.aclose()
+
+    async def recovered(self) -> None:
+        """What an earlier start left on the disk is known now."""
+        for _ in self.holdings.take_up_restored():
+            self.telling.poke()
+            await asyncio.sleep(0)
+
+    async def _join_later(self) -> None:
+        while self._join_trouble:
+            await asyncio.sleep(JOIN_AGAIN_S)
+            try:
+                await self._coordinator.join(self.me, self._seen)
+                self._join_trouble = ""
+            except ConnectFailed as error:
+                self._join_trouble = str(error)
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong with membership, as a sentence."""
+        if self._join_trouble:
+            return f"not a member yet: {self._join_trouble}"
+        return self._coordinator.trouble
+
+    @property
+    def is_draining(self) -> bool:
+        return self.me.condition == "draining"
+
+    # Members.
+
+    def _seen(self, view: View) -> None:
+        before, self.view = self.view, view
+        self.routes.changed(view)
+        for name, member in before.members.items():
+            if not view.has(name, member.epoch):
+                self.directory.forget(name, member.epoch)
+                self.links.close(name)
+                self.rooms.pop(name, None)
+                self._tasks.spawn(self._sweep())
+        serving = [name for name, member in view.members.items() if member.condition == "serving"]
+        self._homes = self._homes.changed(serving or view.members)
+        epochs = {name: member.epoch for name, member in view.members.items()}
+        self.telling.tell_again(self._announcer.homes_changed(self._homes, epochs))
+        self.directory.keep(lambda partition: self._homes.home(partition) == self.me.name)
+        self.telling.poke()
+
+    async def _sweep(self) -> None:
+        has_more = True
+        while has_more:
+            has_more = self.directory.sweep(SWEEP_BLOCKS)
+            await asyncio.sleep(0)
+
+    def lost(self, name: str) -> None:
+        """A connection to a member broke: is it still there?"""
+        member = self.view.members.get(name)
+        if member is not None and name not in self._probing:
+            self._probing.add(name)
+            self._tasks.spawn(self._probe(member))
+
+    async def _probe(self, member: Member) -> None:
+        try:
+            await self.links.ask(member, lambda number: Locate(number, b"", b""), PROBE_S)
+        except StoreError as error:
+            self._lost(member, error)
+        finally:
+            self._probing.discard(member.name)
+
+    def _lost(self, member: Member, error: StoreError) -> None:
+        """It did not answer. Where nobody listens at its address any more, its process is gone."""
+        self.routes.failed(member.name, str(error))
+        if isinstance(error, ConnectFailed) and isinstance(error.__cause__, ConnectionRefusedError):
+            self._tasks.spawn(self._coordinator.report_dead(member.name, member.epoch))
+
+    def _heard(self, name: str, reply: Announced) -> None:
+        member = self.view.members.get(name)
+        if member is not None:
+            self.rooms[name] = member.epoch, reply
+
+    def _spots(self, *, is_to_stay: bool) -> dict[str, Spot]:
+        """Who has room for how much, of the members that said so."""
+        spots = {}
+        for name, (epoch, said) in self.rooms.items():
+            if self.view.has(name, epoch):
+                member = self.view.members[name]
+                free_bytes = said.room[0] if is_to_stay else said.room[1]
+                spots[name] = Spot(name, free_bytes, said.load, member.labels, member.condition == "draining")
+        return spots
+
+    def _changed(self, events: Sequence[Any]) -> None:
+        self.holdings.note(events)
+        self.telling.poke()
+
+    # What other nodes ask.
+
+    def handle(self, request: Message) -> Answer:
+        """The reply, or a coroutine that makes it. Raises what the request is refused with."""
+        match request:
+            case Announce():
+                return self._announced(request)
+            case Locate():
+                return self.directory.locate(request)
+            case Fill():
+                return self._fill(request)
+            case Discard():
+                return self._discard(request)
+            case Vacate():
+                return self._vacated(request)
+            case Examine():
+                return self._examined(request)
+        raise InvalidRequest(f"{type(request).__name__} is nothing that nodes ask of each other")
+
+    def _announced(self, request: Announce) -> Announced:
+        if not self.view.has(request.node, request.epoch):
+            raise Rejected(f"{request.node}, epoch {request.epoch}, is no member as seen from {self.me.name}", 0.1)
+        reply = self.directory.apply(request)
+        tier = self.store.table.tiers[DRAM]
+        capacity_bytes = tier.pool.slab_bytes * len(tier.pool.slabs)
+        free_bytes = max(capacity_bytes - tier.used_bytes, 0)
+        copies_bytes = max(int(tier.copy_share * capacity_bytes) - tier.copy_bytes, 0)
+        load = self.store.promotion.loading_bytes / self.store.limits.inflight_bytes
+        return msgspec.structs.replace(
+            reply,
+            id=request.id,
+            room=(free_bytes + tier.copy_bytes, max(free_bytes, copies_bytes)),
+            load=load,
+            used_bytes=tier.used_bytes,
+        )
+
+    async def _fill(self, request: Fill) -> Filled:
+        space = self.known(request.tenant, request.namespace, request.name)
+        keys = unpack_keys(request.keys, space.key_bytes)
+        origin = Origin(request.holder, Place(request.partition, request.position))
+        parent = BlockKey(request.parent) if request.parent else None
+        lease = await self.store.reads.acquire(
+            *(NODE, space, keys),
+            lease_s=FILL_LEASE_S,
+            wait_s=0.0,
+            layers=0,
+            load_s=request.load_ms / 1000,
+            parent=parent,
+            origin=origin,
+        )
+        if lease is None:
+            return Filled(request.id, 0)
+        self.store.reads.release(NODE, lease.lease_id)
+        if request.keep:
+            self.holdings.keep(space, keys)
+        return Filled(request.id, len(lease.replicas))
+
+    def known(self, tenant_name: str, namespace: Namespace, name: str) -> OpenNamespace:
+        """The namespace of these fields, opened if need be; under its root where the name stands for something else."""
+        tenant = self._tenant(tenant_name)
+        try:
+            return self.store.catalogue.of_fields(tenant, namespace)
+        except NotFound:
+            try:
+                return self.store.open(tenant, name, namespace)
+            except NamespaceMismatch:
+                return self.store.open(tenant, namespace.root(tenant.name, tenant.secret).hex(), namespace)
+
+    def _discard(self, request: Discard) -> Discarded:
+        try:
+            space = self.store.catalogue.of_fields(self._tenant(request.tenant), request.namespace)
+        except NotFound:
+            return Discarded(request.id, 0, 0)
+        keys = unpack_keys(request.keys, space.key_bytes)
+        if request.whole:
+            keys = list(dict.fromkeys(key for tier_space in space.spaces for key in tier_space.replicas))[::-1]
+        return Discarded(request.id, *self.store.discard(space, keys, Cause.DELETED))
+
+    async def _vacated(self, request: Vacate) -> Vacated:
+        return Vacated(request.id, *await self.vacate())
+
+    async def _examined(self, request: Examine) -> Examined:
+        return Examined(
+            request.id, await self.problems(), {name: found.epoch for name, found in self.view.members.items()}
+        )
+
+    async def vacate(self) -> tuple[int, int]:
+        """Be no home and take nothing any more, and give what only this node has to others: (moved, left)."""
+        self.me = msgspec.structs.replace(self.me, condition="draining")
+        await self._coordinator.update(self.me)
+        await self.telling.compare(COMPARE_S)
+        return await self.replicating.vacate()
+
+    async def problems(self) -> list[str]:
+        """What is wrong here: with this node, its part of the directory, and what others know of it."""
+        found = await self.store.check()
+        found += [f"directory: {problem}" for problem in self.directory.problems()]
+        if self.trouble:
+            found.append(self.trouble)
+        if await self.telling.compare(COMPARE_S):
+            differing = await self.telling.compare(COMPARE_S)
+            if differing:
+                found.append(f"{differing} partitions of the directory differ from what is here, told twice")
+        return found
+
+    def was_read(self, replicas: Sequence[Replica]) -> None:
+        """Another node reads these here."""
+        self.replicating.was_read(replicas)
+
+    async def replicate(self, space: OpenNamespace, keys: Sequence[BlockKey], copies: int) -> tuple[int, int, int]:
+        """See `Replicating.ensure`."""
+        return await self.replicating.ensure(space, keys, copies)
+
+    def numbers(self) -> dict[str, Any]:
+        """What is counted of the cluster here, for stat and metrics."""
+        return {
+            "members": len(self.view.members),
+            "in_touch": not self.trouble,
+            "draining": self.is_draining,
+            "directory_blocks": self.directory.blocks,
+            "directory_holdings": self.directory.holdings,
+            "copies": self.holdings.copies,
+            "copy_bytes": self.store.table.tiers[DRAM].copy_bytes,
+            "adrift_blocks": self.holdings.adrift,
+            "locates": self.locating.requests,
+            "announced_batches": self.telling.batches,
+            "repaired_partitions": self.telling.repaired_partitions,
+            "pulled_bytes": self.pulling.reading.total_bytes,
+            "pulled_bytes_per_second": self.pulling.reading.bytes_per_s,
+            "retried_blocks": self.pulling.retried_blocks,
+            "replicated_blocks": self.replicating.copied_blocks,
+            "dropped_copies": self.replicating.dropped_copies,
+            "short_blocks": self.replicating.short_blocks,
+            "reads_per_second": self.replicating.reads_per_s,
+        }

@@ -19,7 +19,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
-from engine_client import operations, writes
+from engine_client import leases, operations, writes
 from engine_client.address import Address, open_stream, parse_address, tls_context
 from engine_client.joining import join, may_join_later, rejoin
 from engine_client.operating import Operating
@@ -203,13 +203,13 @@ class BlockingClient(Operating, Slots):
         With `layers` a block that is being written counts as soon as that many layers of it are in place.
         """
         patience = self._patience(wait_s, load_s, tokens_per_s)
-        hold = partial(operations.acquire, lease_s=lease_s, patience=patience, layers=layers, parent=parent)
+        hold = partial(leases.acquire, lease_s=lease_s, patience=patience, layers=layers, parent=parent)
         return self._drive(lambda link: hold(link, space, keys), within_s, max(wait_s, load_s or 0.0))
 
     def release(self, held: Held, within_s: float | None = None) -> None:
         """Let go. Idempotent."""
         if self._is_of_now(held):
-            self._drive(lambda link: operations.release(link, held), within_s)
+            self._drive(lambda link: leases.release(link, held), within_s)
 
     def put(
         self,

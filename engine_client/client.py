@@ -15,7 +15,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
-from engine_client import operations, writes
+from engine_client import leases, operations, writes
 from engine_client.address import Address, parse_address, tls_context
 from engine_client.joining import join, may_join_later, rejoin
 from engine_client.operating import AsyncOperating
@@ -185,18 +185,18 @@ class Client(AsyncOperating):
         """Hold the longest prefix that is here or comes in time (see `get`), in place. Shared memory only."""
         patience = self._patience(wait_s, load_s, tokens_per_s)
         return await self._drive(
-            lambda link: operations.acquire(
+            lambda link: leases.acquire(
                 link, space, keys, lease_s=lease_s, patience=patience, layers=layers, parent=parent
             )
         )
 
     async def renew(self, held: Held, lease_s: float) -> None:
         """Keep it for longer. StaleLease when it lapsed."""
-        await self._drive(lambda link: operations.renew(link, held, lease_s))
+        await self._drive(lambda link: leases.renew(link, held, lease_s))
 
     async def release(self, held: Held) -> None:
         """Let go. Idempotent."""
-        await self._drive(lambda link: operations.release(link, held))
+        await self._drive(lambda link: leases.release(link, held))
 
     async def put(
         self,
@@ -231,7 +231,7 @@ class Client(AsyncOperating):
 
     # Driving.
 
-    async def perform(self, begin: Callable[[Link], Operation[Result]]) -> Result:
+    async def run(self, begin: Callable[[Link], Operation[Result]]) -> Result:
         """Run an operation that is none of the above."""
         return await self._drive(begin)
 

@@ -5,18 +5,19 @@ sent the outcome; the blocking and the async client drive the same generators, e
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from engine_client.cluster_operations import SLOW_S, check_replicas
+from engine_client.leases import acquire_request, get_held, map_slabs, report_request
 from engine_client.remote_reads import CROSSOVER_BYTES, get_by_reads
-from engine_client.steps import Call, Held, HeldOnDevice, Link, OpenSpace, Operation, Patience, Work, milliseconds
+from engine_client.steps import Call, Link, OpenSpace, Operation, Patience, Work, milliseconds
 from kvstore import wire
-from kvstore.copier import checksum, copy_bytes
+from kvstore.copier import checksum
 from kvstore.errors import Corrupt, InvalidRequest, NotFound, PeerLost
 from kvstore.packed import pack_keys, unpack_u64
-from kvstore.region import Region
 from kvstore.transport.local import LocalGet, View
-from kvstore.types import HBM, BlockKey
+from kvstore.types import BlockKey
 
 
 def open_space(link: Link, space: OpenSpace, replicas: int = -1, *, through: bool = False) -> Operation[OpenSpace]:
@@ -82,7 +83,7 @@ def get_rest(
             return done
         else:
             before = keys[done - 1] if done else parent
-            return done + (yield from _get_held(link, space, keys[done:], targets[done:], patience, before))
+            return done + (yield from get_held(link, space, keys[done:], targets[done:], patience, before))
         local = yield _local_get(link, space, keys[done:], targets[done:])
         done += local.blocks
     if link.remote is not None and sum(memoryview(target).nbytes for target in targets) > CROSSOVER_BYTES:
@@ -112,54 +113,6 @@ def _prefix(link: Link, space: OpenSpace) -> bytes:
     return space.prefix
 
 
-def map_slabs(link: Link, slab_ids: Sequence[int]) -> Operation[None]:
-    shared = link.shared
-    assert shared is not None
-
-    def run() -> None:
-        try:
-            shared.map(slab_ids)
-        except NotFound:
-            return  # its blocks went elsewhere meanwhile: they are looked up again
-
-    if not all(map(shared.is_mapped, slab_ids)):
-        yield Work(run, -1)
-
-
-def _get_held(
-    link: Link,
-    space: OpenSpace,
-    keys: Sequence[BlockKey],
-    targets: Sequence[Any],
-    patience: Patience,
-    parent: BlockKey | None,
-) -> Operation[int]:
-    """Get blocks that the index does not offer (yet): hold them, copy, verify, let go."""
-    held = yield from acquire(link, space, keys, lease_s=60.0, patience=patience, layers=0, parent=parent)
-    if held is None:
-        return 0
-    try:
-        sizes = [memoryview(target).nbytes for target in targets]
-        for key, block, size in zip(keys, held.blocks, sizes, strict=False):
-            if len(block) > size:
-                raise InvalidRequest(f"block {key.hex()} has {len(block)} bytes; its buffer has {size}")
-        good = yield Work(lambda: _copy_held(held, targets, verify=link.verify), sum(sizes))
-    finally:
-        yield from release(link, held)
-    if good < len(held.blocks):
-        yield from report(space, [keys[good]])
-    return int(good)
-
-
-def _copy_held(held: Held, targets: Sequence[Any], *, verify: bool) -> int:
-    for position, (block, expected) in enumerate(zip(held.blocks, held.checksums, strict=True)):
-        target = memoryview(targets[position]).cast("B")[: len(block)]
-        copy_bytes(target, block)
-        if verify and checksum(target) != expected:
-            return position
-    return len(held.blocks)
-
-
 def _get_delivered(
     link: Link,
     space: OpenSpace,
@@ -179,7 +132,7 @@ def _get_delivered(
         return [view[:size] for view, size in zip(views, sizes, strict=False)]
 
     reply = yield Call(
-        lambda number: _acquire_request(number, space, keys, 60.0, patience, deliver=True, parent=parent),
+        lambda number: acquire_request(number, space, keys, 60.0, patience, deliver=True, parent=parent),
         targets=places,
         wait_s=patience.longest_s,
     )
@@ -205,105 +158,9 @@ def views(link: Link, space: OpenSpace, keys: Sequence[BlockKey]) -> Operation[l
         yield from map_slabs(link, [unmapped])
 
 
-def acquire(
-    link: Link,
-    space: OpenSpace,
-    keys: Sequence[BlockKey],
-    *,
-    lease_s: float,
-    patience: Patience,
-    layers: int,
-    parent: BlockKey | None = None,
-) -> Operation[Held | None]:
-    """Hold the longest prefix that is here or comes in time, in place. Shared memory only."""
-    shared = link.shared
-    if shared is None:
-        raise InvalidRequest("a lease needs shared memory: connect over the node's Unix socket")
-    reply = yield Call(
-        lambda number: _acquire_request(number, space, keys, lease_s, patience, layers=layers, parent=parent),
-        wait_s=patience.longest_s,
-    )
-    if not reply.lease_id:
-        return None
-    slab_ids, offsets = unpack_u64(reply.slab_ids), unpack_u64(reply.offsets)
-    checksums, in_place = unpack_u64(reply.checksums), unpack_u64(reply.layers)
-    held = Held(link, reply.lease_id, reply.lease_ms / 1000, [], checksums, in_place)
-    try:
-        yield from map_slabs(link, slab_ids)
-        places = zip(slab_ids, offsets, unpack_u64(reply.sizes), strict=True)
-        held.blocks = [shared.slot(slab_id, offset, size) for slab_id, offset, size in places]
-    except BaseException:
-        yield from release(link, held)
-        raise
-    return held
-
-
-def acquire_on_device(
-    link: Link,
-    space: OpenSpace,
-    keys: Sequence[BlockKey],
-    *,
-    lease_s: float,
-    patience: Patience,
-    parent: BlockKey | None = None,
-) -> Operation[HeldOnDevice | None]:
-    """Hold the longest prefix that is in HBM or can be brought there in time. Its slabs are not mapped yet."""
-    reply = yield Call(
-        lambda number: _acquire_request(number, space, keys, lease_s, patience, tier=HBM, parent=parent),
-        wait_s=patience.longest_s,
-    )
-    if not reply.lease_id:
-        return None
-    columns = map(unpack_u64, (reply.slab_ids, reply.offsets, reply.sizes))
-    places = tuple(zip(*columns, strict=True))
-    checksums, layers = unpack_u64(reply.checksums), unpack_u64(reply.layers)
-    lease_given_s = reply.lease_ms / 1000
-    return HeldOnDevice(link, reply.lease_id, lease_given_s, [], checksums, layers, places=places, ready=reply.event)
-
-
-def device_slabs(link: Link, held: HeldOnDevice, slab_ids: Sequence[int]) -> Operation[list[Region | bytes]]:
-    """That from which to map slabs that held blocks lie in; see `SharedMemory.device_slabs`."""
-    held.check(link)
-    shared = link.shared
-    if shared is None:
-        raise InvalidRequest("HBM is shared on a host: connect over the node's Unix socket")
-    slabs: list[Region | bytes] = yield Work(lambda: shared.device_slabs(slab_ids), -1)
-    return slabs
-
-
-def _acquire_request(number: int, space: OpenSpace, keys: Sequence[BlockKey], lease_s: float, patience: Patience,
-                     *, layers: int = 0, deliver: bool = False, tier: str = "",
-                     parent: BlockKey | None = None) -> wire.Acquire:  # fmt: skip
-    return wire.Acquire(
-        number,
-        space.number,
-        pack_keys(keys),
-        milliseconds(lease_s),
-        milliseconds(patience.wait_s),
-        layers,
-        deliver,
-        milliseconds(patience.load_s),
-        patience.tokens_per_s,
-        tier,
-        parent or b"",
-    )
-
-
-def renew(link: Link, held: Held, lease_s: float) -> Operation[None]:
-    held.check(link)
-    yield Call(lambda number: wire.Renew(number, held.lease_id, milliseconds(lease_s)))
-
-
-def release(link: Link, held: Held) -> Operation[None]:
-    """Nothing is left to release on a connection that is lost."""
-    held.give_back()
-    if held.link is link:
-        yield Call(lambda number: wire.Release(number, held.lease_id, held.last_use))
-
-
 def report(space: OpenSpace, keys: Sequence[BlockKey]) -> Operation[int]:
     """These blocks did not have their checksum here: the node looks itself, and drops what is damaged."""
-    reply = yield Call(lambda number: wire.Report(number, space.number, pack_keys(keys)))
+    reply = yield Call(partial(report_request, space, keys))
     return int(reply.corrupt)
 
 

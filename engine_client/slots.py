@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from engine_client import operations, writes
+from engine_client import leases, operations, writes
 from engine_client.steps import Grant, Held, Link, OpenSpace, Operation, PutReport
 from kvstore.transport.local import View
 from kvstore.types import BlockKey
@@ -24,7 +24,7 @@ class Slots(Protocol):
 
     def renew(self, held: Held, lease_s: float) -> None:
         """Keep it for longer. StaleLease when it lapsed."""
-        self._drive(lambda link: operations.renew(link, held, lease_s))
+        self._drive(lambda link: leases.renew(link, held, lease_s))
 
     def place(
         self, space: OpenSpace, keys: Sequence[BlockKey], sizes: Sequence[int], parent: BlockKey | None = None

@@ -5,7 +5,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from engine_client.operations import map_slabs
+from engine_client.leases import map_slabs
 from engine_client.remote_reads import ALONG_BYTES, offer
 from engine_client.steps import Begin, Call, Finish, Grant, Link, OpenSpace, Operation, PutReport, Work
 from kvstore import wire

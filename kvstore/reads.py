@@ -93,13 +93,13 @@ class Reads:
     async def acquire(self, owner: Owner, space: OpenNamespace, keys: Sequence[BlockKey], *,
                       lease_s: float, wait_s: float, layers: int, load_s: float = 0.0, tokens_per_s: float = 0.0,
                       parent: BlockKey | None = None, origin: Any = None,
-                      alone: bool = False) -> Lease | None:  # fmt: skip
+                      alone: bool = False, enough: int = 0) -> Lease | None:  # fmt: skip
         """Hold the longest prefix of `keys` that is in DRAM or comes in time; None when there is none.
 
         A block that is being written is waited for, for `wait_s`. What lower tiers or other nodes have is loaded, for
         `load_s`, and not where it could be computed sooner at `tokens_per_s` (0: unknown). `parent` is the key before
         the first; `origin` says which node has the blocks, where that is known; with `alone` no other node is asked.
-        Cancelled, it holds nothing.
+        With `enough` it ends as soon as so many blocks are here. Cancelled, it holds nothing.
         """
         self._intake.check_batch(space, keys)
         started = self._clock.now()
@@ -109,7 +109,9 @@ class Reads:
         if self.finder is not None and load_s > 0 and not alone:
             finding = await self.finder.find(space, keys, parent, load_until, origin)
         try:
-            await self._come(space, keys, wait_until, load_until, tokens_per_s=tokens_per_s, layers=layers)
+            await self._come(
+                space, keys, wait_until, load_until, tokens_per_s=tokens_per_s, layers=layers, enough=enough
+            )
         finally:
             if finding is not None:
                 finding.close()
@@ -129,17 +131,18 @@ class Reads:
                 finding.close()
 
     async def _come(self, space: OpenNamespace, keys: Sequence[BlockKey], wait_until: float, load_until: float, *,
-                    tokens_per_s: float, layers: int) -> None:  # fmt: skip
-        """Until nothing of the chain is on its way any more, or it is too late."""
+                    tokens_per_s: float, layers: int, enough: int) -> None:  # fmt: skip
+        """Until nothing of the chain, or of its first `enough` blocks, is on its way any more, or it is too late."""
         rounds = 0
+        waited = keys[:enough] if enough else keys
         while True:
             now = self._clock.now()
             if rounds < ROUNDS and now < load_until:
                 rounds += bool(self._promotion.begin(space, keys, load_until - now, tokens_per_s))
-            blocked = self._blocked(space, keys, layers)
+            blocked = self._blocked(space, waited, layers)
             if blocked is None:
                 return
-            loading = self._last_loading(space, keys) if self._is_loading(space, blocked) else None
+            loading = self._last_loading(space, waited) if self._is_loading(space, blocked) else None
             left_s = (wait_until if loading is None else load_until) - self._clock.now()
             if left_s <= 0:
                 return

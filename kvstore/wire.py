@@ -137,6 +137,7 @@ class Acquire(Message, frozen=True, tag="acquire"):
     With `deliver` nothing is held beyond the answer: the blocks follow it as payload.
     Blocks of lower tiers are loaded if they come within `load_ms`, and sooner than they could be computed at
     `tokens_per_s` (0: not known); so are, in a cluster, those of other nodes (`parent` as for Match).
+    With `enough` the answer comes as soon as so many are here (0: all), while the rest is still loaded.
     With `tier` "hbm" they are brought there, and held there and nowhere else.
     """
 
@@ -150,6 +151,7 @@ class Acquire(Message, frozen=True, tag="acquire"):
     tokens_per_s: float = 0.0
     tier: str = ""
     parent: bytes = b""
+    enough: int = 0
 
 
 class Acquired(Message, frozen=True, tag="acquired"):

@@ -143,7 +143,7 @@ class PeerLinks:
     async def _within(self, peer: Peer, within_s: float, begin: Callable[[Link], Operation[Result]]) -> Result:
         try:
             async with asyncio.timeout(within_s):
-                return await peer.client.perform(begin)
+                return await peer.client.run(begin)
         except TimeoutError as error:
             raise DeadlineExceeded(f"{peer.member.name} did not answer in {within_s} s") from error
 

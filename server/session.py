@@ -175,6 +175,8 @@ class Session:
         elif request.load_ms > 0:
             loading = self.store.promotion.begin(space, keys, request.load_ms / 1000, request.tokens_per_s)
         is_patient = (request.wait_ms > 0 or loading > 0) and self._waiting < MOST_WAITING
+        if request.enough > 0 and self.store.reads.is_here(space, keys[: request.enough], request.layers):
+            is_patient = False
         lease, blocked = self.store.reads.try_acquire(
             self.owner,
             space,
@@ -205,6 +207,7 @@ class Session:
                 tokens_per_s=request.tokens_per_s,
                 parent=BlockKey(request.parent) if request.parent else None,
                 alone=self.is_peer,
+                enough=request.enough,
             )
         finally:
             self._waiting -= 1

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from engine_client import operations
+from engine_client import leases
 from engine_client.blocking import BlockingClient
 from engine_client.steps import HeldOnDevice, Link, OpenSpace, Patience
 from kvstore.errors import ProtocolError
@@ -71,7 +71,7 @@ class DeviceReader:
         """
         patience = Patience(wait_s, load_s, tokens_per_s)
         lease = self._client.run(
-            lambda link: operations.acquire_on_device(link, space, keys, lease_s=lease_s, patience=patience),
+            lambda link: leases.acquire_on_device(link, space, keys, lease_s=lease_s, patience=patience),
             patience.longest_s,
         )
         if lease is None:
@@ -121,7 +121,7 @@ class DeviceReader:
             slab_id for slab_id in dict.fromkeys(place[0] for place in lease.places) if slab_id not in self._slabs
         ]
         if wanted:
-            exported = self._client.run(lambda link: operations.device_slabs(link, lease, wanted))
+            exported = self._client.run(lambda link: leases.device_slabs(link, lease, wanted))
             self._slabs.update(zip(wanted, map(import_slab, exported), strict=True))
         tensors = [self._slabs[slab_id][offset : offset + size] for slab_id, offset, size in lease.places]
         if any(tensor.numel() != size for tensor, (_, _, size) in zip(tensors, lease.places, strict=True)):

@@ -11,7 +11,7 @@ from kvstore.cluster.choice import Route
 from kvstore.cluster.members import View, distance
 from kvstore.cluster.window import Window
 
-LEAST_WINDOW_BYTES = 4 << 20  # one job of Promotion
+LEAST_WINDOW_BYTES = 16 << 20  # four jobs of Promotion: one is sent while others are verified
 MOST_WINDOW_BYTES = 256 << 20
 
 

@@ -50,10 +50,10 @@ MODEL_FAULTS = [
         "",
     ),
     Fault(
-        "holdings of no block stay",
+        "holdings of dropped blocks stay",
         DIRECTORY,
-        "                del self._holdings[holding.pairs]\n\n    def forget",
-        "                pass\n\n    def forget",
+        "                    del self._holdings[holding.pairs]\n            self._unswept",
+        "                    pass\n            self._unswept",
     ),
     Fault(
         "holdings of no block any more stay",

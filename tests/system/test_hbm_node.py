@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine_client import operations
+from engine_client import leases
 from engine_client.blocking import BlockingClient
 from engine_client.steps import OpenSpace, Patience
 from kvstore import wire
@@ -438,14 +438,14 @@ def test_slabs_of_a_gpu_come_as_handles_to_those_who_may_see_its_pool(live_node:
     with BlockingClient(f"unix://{node.config.node.unix_socket}") as client:
         space, keys = put(client)
         lease = client.run(
-            lambda link: operations.acquire_on_device(link, space, keys, lease_s=30, patience=Patience(0, 0))
+            lambda link: leases.acquire_on_device(link, space, keys, lease_s=30, patience=Patience(0, 0))
         )
         slab_ids = [lease.places[0][0]] * 40  # several messages
-        found = client.run(lambda link: operations.device_slabs(link, lease, slab_ids))
+        found = client.run(lambda link: leases.device_slabs(link, lease, slab_ids))
         assert found == [b"handle of %d" % slab_id * 40 for slab_id in slab_ids]
         hbm.may_export = lambda *, to_writer: False
         with pytest.raises(Forbidden, match="the whole pool"):
-            client.run(lambda link: operations.device_slabs(link, lease, slab_ids))
+            client.run(lambda link: leases.device_slabs(link, lease, slab_ids))
         with pytest.raises(Forbidden, match="the whole pool"):
             device.DeviceReader(client).acquire(space, keys, lease_s=30)
         client.release(lease)

@@ -1,4 +1,4 @@
-"""`python -m bench local|tiers|rdma|amplification|policies|codec`: a node on this host, figures beside floors."""
+"""`python -m bench local|tiers|rdma|amplification|policies|cluster-trace|codec`: figures beside floors."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench import amplification, codec, local, policies, rdma, tiers
+from bench import amplification, cluster_trace, codec, local, policies, rdma, tiers
 from bench.measure import Figure
 from kvstore.transport.rdma.topology import has_devices
 
@@ -100,6 +100,24 @@ def policies_command(
       python -m bench policies conversation_trace.jsonl
     """
     _report(policies.run(trace), set(), as_json=as_json)
+
+
+@app.command(name="cluster-trace")
+def cluster_trace_command(
+    trace: Annotated[Path, typer.Argument(help="JSONL with hash_ids, also .gz; see docs/traces.md.")],
+    *,
+    nodes: Annotated[int, typer.Option(help="Simulated nodes.")] = 10,
+    blocks: Annotated[int, typer.Option(help="Blocks that each has room for.")] = 5859,
+    copies: Annotated[float, typer.Option(help="As cluster.copies.")] = 0.1,
+    as_json: AsJson = False,
+) -> None:
+    """Hit ratio and balance of a simulated cluster, beside one cache of all its memory; about a minute.
+
+    \b
+    Example:
+      python -m bench cluster-trace conversation_trace.jsonl
+    """
+    _report(cluster_trace.report(trace, nodes, blocks, copies), set(), as_json=as_json)
 
 
 def _report(found: Iterable[Figure], names: set[str], *, as_json: bool) -> None:

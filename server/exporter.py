@@ -8,6 +8,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvstore.cluster.overview import Overview
 from kvstore.metrics import METRICS
 from kvstore.types import NVME, OBJECT
 
@@ -30,6 +31,34 @@ RDMA_PORTS = {  # metric: what NodeRdma.port_rows() calls it
     "cairn_rdma_read_bytes_per_second": "bytes_per_s",
     "cairn_rdma_read_seconds": "request_s",
 }
+CLUSTER_COUNTS = {  # metric: what Cluster.numbers() calls it
+    "cairn_cluster_members": "members",
+    "cairn_cluster_in_touch": "in_touch",
+    "cairn_cluster_draining": "draining",
+    "cairn_cluster_directory_blocks": "directory_blocks",
+    "cairn_cluster_directory_holdings": "directory_holdings",
+    "cairn_cluster_copies": "copies",
+    "cairn_cluster_copy_bytes": "copy_bytes",
+    "cairn_cluster_adrift_blocks_total": "adrift_blocks",
+    "cairn_cluster_locates_total": "locates",
+    "cairn_cluster_announced_batches_total": "announced_batches",
+    "cairn_cluster_repaired_partitions_total": "repaired_partitions",
+    "cairn_cluster_pulled_bytes_total": "pulled_bytes",
+    "cairn_cluster_pulled_bytes_per_second": "pulled_bytes_per_second",
+    "cairn_cluster_retried_blocks_total": "retried_blocks",
+    "cairn_cluster_replicated_blocks_total": "replicated_blocks",
+    "cairn_cluster_dropped_copies_total": "dropped_copies",
+    "cairn_cluster_short_blocks_total": "short_blocks",
+    "cairn_cluster_reads_per_second": "reads_per_second",
+}
+CLUSTER_MEMBERS = {  # metric: what Overview.roster() calls it, and how many of it are one of the metric's unit
+    "cairn_cluster_member_latency_seconds": ("latency_ms", 1000),
+    "cairn_cluster_member_read_bytes_total": ("read_bytes", 1),
+    "cairn_cluster_member_read_bytes_per_second": ("bytes_per_s", 1),
+    "cairn_cluster_member_failures_total": ("failures", 1),
+    "cairn_cluster_member_used_bytes": ("used_bytes", 1),
+}
+MOST_MEMBERS = 256  # that have samples of their own: the first by name
 Samples = Iterable[tuple[tuple[str, ...], float]]
 
 
@@ -64,6 +93,7 @@ class Exporter(Collector):
         yield from self._below()
         yield from self._bucket()
         yield from self._rdma()
+        yield from self._cluster()
 
     def _counted(self) -> Iterator[tuple[str, Samples]]:
         store = self._node.store
@@ -180,6 +210,17 @@ class Exporter(Collector):
         yield "cairn_rdma_paths", states
         for metric, name in RDMA_PORTS.items():
             yield metric, [((row["port"],), row[name]) for row in rows]
+
+    def _cluster(self) -> Iterator[tuple[str, Samples]]:
+        """Of the cluster, where the node is in one."""
+        cluster = self._node.cluster
+        told = cluster.numbers() if cluster is not None else {}
+        rows = Overview(cluster).roster() if cluster is not None else []
+        others = [row for row in rows if cluster is not None and row["name"] != cluster.me.name][:MOST_MEMBERS]
+        for metric, name in CLUSTER_COUNTS.items():
+            yield metric, [((), told[name])] if told else []
+        for metric, (name, per_unit) in CLUSTER_MEMBERS.items():
+            yield metric, [((row["name"],), row[name] / per_unit) for row in others]
 
 
 def _labelled(numbers: Mapping[str, float]) -> Samples:

@@ -199,6 +199,11 @@ class TiersMachine(RuleBasedStateMachine):
         for block in self.allocate(tier, place, prompt, size):
             self.write(block)
 
+    @rule(place=places, prompt=prompts, size=sizes)
+    def fork(self, place: Place, prompt: list[int], size: int) -> None:
+        for last in (0, 1):
+            self.store(DRAM, place, [*prompt, last], size)
+
     @rule(tier=tiers, place=places, prompt=prompts, size=sizes)
     def begin(self, tier: TierName, place: Place, prompt: list[int], size: int) -> None:
         self.allocate(tier, place, prompt, size)
@@ -315,11 +320,18 @@ class TiersMachine(RuleBasedStateMachine):
             found.append(above)
         return found
 
-    @rule(most_bytes=st.sampled_from([1, 1001, 2500, 9999]), pinned=which)
-    def evict_a_chain(self, most_bytes: int, pinned: int) -> None:
+    @rule(
+        most_bytes=st.sampled_from([1, 1001, 2500, 9999]), pinned=which, above=st.sampled_from(["", "held", "pinned"])
+    )
+    def evict_a_chain(self, most_bytes: int, pinned: int, above: str) -> None:
         """As a store into a lower tier does: hold all, then let go and evict one by one."""
         if self.among("written"):
             self.pin(pinned, pin=bool(pinned % 2))
+        coldest = self.coldest()
+        parent = coldest and self.find(DRAM, coldest.place, coldest.parent)
+        if above and parent is not None and parent.state == "written":
+            number = self.among("written").index(parent)
+            self.hold(number) if above == "held" else self.pin(number, pin=True)
         chain = self.coldest_chain(most_bytes)
         replicas = self.table.coldest_chain(DRAM, most_bytes)
         assert replicas == [block.replica for block in chain]

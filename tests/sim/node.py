@@ -17,7 +17,7 @@ from kvstore.cluster.in_process import Room, RoomCoordinator
 from kvstore.cluster.members import Member, View
 from kvstore.cluster.service import Cluster, Options
 from kvstore.copier import Copier
-from kvstore.errors import Forbidden
+from kvstore.errors import Forbidden, Rejected
 from kvstore.intake import Limits
 from kvstore.prefix import Namespace
 from kvstore.store import Below, Store
@@ -26,6 +26,7 @@ from kvstore.tiers import TierSpec
 from kvstore.tiers.dram import DramTier
 from kvstore.types import DRAM, NVME, Owner, Placement
 from kvstore.upkeep import Marks, Upkeep
+from server.cluster_session import ClusterSession
 from server.session import Session
 from tests.sim import disks
 from tests.sim.disks import SimulatedDisk
@@ -253,11 +254,13 @@ class SimulatedNode:
         story = "".join(traceback.format_exception(error)) if error is not None else ""
         self.world.crashes.append(f"{self.name} crashed: {story}")
 
-    def session(self, tenant: Tenant, *, is_peer: bool) -> Session:
-        session = _TempSession(self.store, self.upkeep, tenant, Owner(next(self._owners)), "tcp")
-        session.is_peer = is_peer
-        session.cluster = self.cluster
-        return session
+    def session(self, *, is_peer: bool) -> Session:
+        tenant = replace(TENANT, may_write=not is_peer)
+        return Session(
+            *(self.store, self.upkeep, tenant, Owner(next(self._owners)), "peer" if is_peer else "tcp"),
+            cluster=self.cluster,
+            is_peer=is_peer,
+        )
 
     def _fill(self) -> None:
         """All that is free and can be evicted."""
@@ -267,49 +270,13 @@ class SimulatedNode:
         )
         while True:
             key = space.root[:8] + self.world.random.randbytes(8)
-            placing = self.store.puts.place(self._filling, space, [key], None, [FILLING_BYTES])
-            self.store.puts.granted(self._filling, space, [key], placing)
+            try:
+                placing = self.store.puts.place(self._filling, space, [key], None, [FILLING_BYTES])
+                self.store.puts.granted(self._filling, space, [key], placing)
+            except Rejected:
+                break
             if placing.placements != [Placement.GRANTED]:
                 break
-
-
-class _TempSession(Session):
-    is_peer = False
-
-    def _open(self, request):
-        if not request.name:
-            space = self.store.catalogue.of_fields(self.tenant, request.namespace)
-            return wire.Opened(request.id, space.number, space.root, space.namespace)
-        return super()._open(request)
-
-    async def _acquire(self, request):
-        from server.receipt import keys_of
-        space = self._space(request.namespace)
-        keys = keys_of(space, request.keys)
-        lease = await self.store.reads.acquire(
-            *(self.owner, space, keys),
-            lease_s=self._lease_s(request),
-            wait_s=request.wait_ms / 1000,
-            layers=0,
-            load_s=0 if self.is_peer else request.load_ms / 1000,
-            parent=request.parent or None,
-        )
-        if self.is_peer and lease is not None:
-            self.cluster.was_read(lease.replicas)
-        return self._acquired(request, lease)
-
-
-class _Control:
-    """What another node asks about the cluster."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-
-    def handle(self, request: Any) -> Any:
-        return self._cluster.handle(request)
-
-    def end(self) -> None:
-        """It holds nothing."""
 
 
 class _Door:
@@ -324,7 +291,11 @@ class _Door:
         if not isinstance(hello, wire.Hello) or hello.token not in (TOKEN, TENANT.name):
             raise Forbidden("the token is missing or wrong")
         is_control = hello.token == TOKEN and not hello.tenant
-        session = _Control(node.cluster) if is_control else node.session(TENANT, is_peer=hello.token == TOKEN)
+        session = (
+            ClusterSession(node.cluster, node.store.counters)
+            if is_control
+            else node.session(is_peer=hello.token == TOKEN)
+        )
         tenant = hello.tenant if hello.token == TOKEN else TENANT.name
         welcome = wire.Welcome(
             hello.id, wire.PROTOCOL, node.name, node.epoch, tenant, b"", True, False, SLAB_BYTES, 16_384, 64 << 20

@@ -276,10 +276,12 @@ class Prompts:
         blocks: int = 8,
         block_bytes: int = BLOCK_BYTES,
         replicas: int = -1,
+        *,
+        through: bool = False,
     ) -> None:
         self.client = client
         self._blocks, self._block_bytes = blocks, block_bytes
-        self.space = client.open(name, namespace(name, block_bytes=block_bytes), replicas=replicas)
+        self.space = client.open(name, namespace(name, block_bytes=block_bytes), replicas=replicas, through=through)
 
     def keys(self, prompt: int) -> list[BlockKey]:
         tokens = self._blocks * self.space.namespace.block_tokens

@@ -55,15 +55,19 @@ def test_what_is_put_on_one_node_is_got_on_every_other(cluster: Cluster, source:
         until(lambda at=at: at.has(prompt), f"{reader} to get what {source} has")
 
 
-def test_a_chain_of_several_stripes_is_got_from_the_first_block_and_from_the_middle(cluster: Cluster) -> None:
+def test_a_chain_of_several_stripes_is_got_at_once_and_in_steps(cluster: Cluster) -> None:
     prompt, shape = next(prompts), {"blocks": 100, "block_bytes": 4096}
     source, reader, other = (cluster.at(name, "long", **shape) for name in ("n1", "n2", "n3"))
     assert source.put(prompt) == 100
     until(lambda: reader.has(prompt), "n2 to get 100 blocks")
-    keys = source.keys(prompt)
-    buffers = [bytearray(4096) for _ in keys[70:]]
-    assert other.client.get(other.space, keys[70:], buffers, parent=keys[69]) == 30
-    assert buffers == [content(key, 4096) for key in keys[70:]]
+    keys, done = source.keys(prompt), 0
+    for end in (7, 40, 64, 100):
+        wanted = keys[done:end]
+        buffers = [bytearray(4096) for _ in wanted]
+        parent = keys[done - 1] if done else None
+        assert other.client.get(other.space, wanted, buffers, parent=parent) == len(wanted), (done, end)
+        assert buffers == [content(key, 4096) for key in wanted]
+        done = end
 
 
 def test_a_chain_that_is_spread_over_nodes_is_got_whole(cluster: Cluster) -> None:
@@ -94,8 +98,18 @@ def test_whereabouts_name_every_holder(cluster: Cluster) -> None:
     until(lambda: three.holders(prompt) == [{"n1"}] * 8, "n3 to know that n1 has it")
     assert two.has(prompt)
     until(lambda: three.holders(prompt) == [{"n1", "n2"}] * 8, "n3 to know that n2 has a copy")
-    two.client.evict(two.space, two.keys(prompt))
+    two.client.evict(two.space, two.keys(prompt), tier="dram")
     until(lambda: three.holders(prompt) == [{"n1"}] * 8, "n3 to know that n2 has no copy any more")
+
+
+def test_what_is_deleted_on_one_node_is_deleted_on_all(cluster: Cluster) -> None:
+    prompt = next(prompts)
+    at = [cluster.at(name, "load") for name in NAMES]
+    at[0].put(prompt)
+    for each in at[1:3]:
+        until(lambda each=each: each.has(prompt), "copies")
+    at[3].client.evict(at[3].space, at[3].keys(prompt))
+    assert [each.get(prompt) for each in at] == [0] * 5
 
 
 def test_every_node_lists_all(cluster: Cluster) -> None:

@@ -1,9 +1,10 @@
 """A node's part in the cluster, put together from its settings."""
 
+import asyncio
+import logging
 from random import Random, SystemRandom
 from typing import TYPE_CHECKING
 
-from kvstore.cluster.etcd import EtcdCoordinator
 from kvstore.cluster.members import Member
 from kvstore.cluster.service import Cluster, Options
 from server.config import coordinators, host_port, labels
@@ -13,9 +14,15 @@ from server.rdma import OFF, options_of
 if TYPE_CHECKING:
     from server.node import Node
 
+log = logging.getLogger("cairn.cluster")
+
+LOOK_S = 0.5
+
 
 def make_cluster(node: "Node") -> Cluster:
     """Of a node that serves already: its addresses are known. Raises ConfigError without etcd's client."""
+    from kvstore.cluster.etcd import EtcdCoordinator  # gRPC takes 0.1 s to import, and most nodes are alone
+
     config = node.config
     settings = config.cluster
     endpoints, prefix = coordinators(settings.coordinator)
@@ -55,3 +62,14 @@ def make_cluster(node: "Node") -> Cluster:
     )
     lost.append(cluster)
     return cluster
+
+
+async def tell_of_trouble(cluster: Cluster) -> None:
+    """Log what is wrong with membership when it begins and when it ends, until it is cancelled."""
+    known = ""
+    while True:
+        trouble = cluster.trouble
+        if bool(trouble) != bool(known):
+            log.warning("%s", trouble or "in touch with the coordinator again")
+        known = trouble
+        await asyncio.sleep(LOOK_S)

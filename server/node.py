@@ -10,6 +10,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from kvstore.transport.rdma.verbs import Verbs
 from kvstore.types import DRAM, Owner
 from kvstore.upkeep import Upkeep
 from server.assembly import make_store
-from server.clustering import make_cluster
+from server.clustering import make_cluster, tell_of_trouble
 from server.config import Config, host_port
 from server.connection import Connection
 from server.rdma import NodeRdma
@@ -155,6 +156,7 @@ class Node:
             await server.start_serving()
         if self.cluster is not None:
             await self.cluster.start()
+            self._spawn(partial(tell_of_trouble, self.cluster))
         log.info("node %s, epoch %d, serves at %s", node.name, self.epoch, node.unix_socket)
 
     async def serve(self, ready: Callable[[], None] = lambda: None) -> int:

@@ -71,15 +71,15 @@ done
 number=1
 while [ "$number" -le "$nodes" ]; do
     name=n$number
-    wait_until "$name" "$folder/$name.log" "$cairn" --address "unix://$folder/$name/$name.sock" stat
+    wait_until "$name" "$folder/$name.log" env "CAIRN_ADDRESS=unix://$folder/$name/$name.sock" "$cairn" stat
     number=$((number + 1))
 done
 # Each node has joined once the first lists it.
 listed() {
-    [ "$("$cairn" --address "unix://$folder/n1/n1.sock" --json nodes | tr , '\n' | grep -c '"epoch"')" -eq "$nodes" ]
+    [ "$("$cairn" nodes --json --address "unix://$folder/n1/n1.sock" | tr , '\n' | grep -c '"epoch"')" -eq "$nodes" ]
 }
 wait_until "the cluster" "$folder/n1.log" listed
-"$cairn" --address "unix://$folder/n1/n1.sock" nodes
+"$cairn" nodes --address "unix://$folder/n1/n1.sock"
 echo
-echo "Ask any of them: cairn --address unix://$folder/n1/n1.sock nodes"
+echo "Ask any of them: cairn nodes --address unix://$folder/n1/n1.sock"
 echo "Stop them all:   $(dirname "$0")/stop.sh $folder"

@@ -7,16 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvstore.catalogue import OpenNamespace
+from kvstore.clock import Clock
 from kvstore.cluster.directory import Directory
 from kvstore.cluster.homes import Homes
 from kvstore.cluster.links import Links
-from kvstore.cluster.members import View
+from kvstore.cluster.members import Member, View
 from kvstore.cluster.naming import STRIPE_BLOCKS, names_of, partition_of
-from kvstore.errors import ProtocolError, StoreError
+from kvstore.cluster.routes import Routes
+from kvstore.errors import ProtocolError, StoreError, TransportError
 from kvstore.types import KEY_BYTES, BlockKey
 from kvstore.wire_cluster import HOLDING, STRIPE, Locate, Located
 
-LOCATE_S = 0.5  # a home that does not answer by then knows of nothing
+LOCATE_S = 0.25  # a home that does not answer by then knows of nothing
 Holders = Mapping[str, int]  # of a block: node -> tiers, as bits
 NOBODY: Holders = {}
 
@@ -76,11 +78,13 @@ def place_of(space: OpenNamespace, key: BlockKey, parent: BlockKey | None) -> Pl
 class Locating:
     """`view` and `homes` say who is a member and whose a partition is, at present; `me` is this node's name."""
 
-    def __init__(self, me: str, directory: Directory, links: Links, *,
+    def __init__(self, me: str, directory: Directory, links: Links, routes: Routes, clock: Clock, *,
                  view: Callable[[], View], homes: Callable[[], Homes]) -> None:  # fmt: skip
         self._me = me
         self._directory = directory
         self._links = links
+        self._routes = routes
+        self._clock = clock
         self._view = view
         self._homes = homes
         self.requests = 0
@@ -106,11 +110,11 @@ class Locating:
         try:
             if home == self._me:
                 reply = self._directory.locate(Locate(0, packed, wanted))
-            elif member is None:
+            elif member is None or not self._routes.may_ask(home):
                 return
             else:
                 self.requests += 1
-                reply = await self._links.ask(member, lambda number: Locate(number, packed, wanted), LOCATE_S)
+                reply = await self._asked(member, Locate(0, packed, wanted))
             answers = self._understood(reply, len(wanted) // 8)
         except StoreError:
             return  # what nobody can be asked about is a miss
@@ -119,6 +123,19 @@ class Locating:
             size = stripe.end - stripe.start
             found[stripe.start : stripe.end] = answers[at : at + size]
             at += size
+
+    async def _asked(self, member: Member, request: Locate) -> Located:
+        """A home that does not answer is left alone for a while: each reader would wait for it anew."""
+        begun = self._clock.now()
+        try:
+            reply: Located = await self._links.ask(
+                member, lambda number: Locate(number, request.stripes, request.names), LOCATE_S
+            )
+        except TransportError as error:
+            self._routes.failed(member.name, str(error))
+            raise
+        self._routes.answered(member.name, self._clock.now() - begun)
+        return reply
 
     def _understood(self, reply: Located, count: int) -> list[Holders]:
         """Holders by name, of living members only. Raises ProtocolError for what makes no sense."""

@@ -64,10 +64,17 @@ class Routes:
         if route is not None:
             route.health.failed(reason, self._clock.now())
 
+    def may_ask(self, name: str) -> bool:
+        """Whether it is well, or its pause is over."""
+        route = self.routes.get(name)
+        return route is None or route.health.may_try(self._clock.now())
+
     def answered(self, name: str, took_s: float) -> None:
+        """It is well; `took_s` is 0 where that says nothing of the path."""
         route = self.routes.get(name)
         if route is not None:
-            route.answered(took_s)
+            if took_s:
+                route.answered(took_s)
             route.health.succeeded()
 
     @asynccontextmanager

@@ -47,6 +47,7 @@ from kvstore.wire_cluster import (
 
 JOIN_AGAIN_S = 1.0
 PROBE_S = 1.0
+PROBE_PAUSES_S = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5)
 COMPARE_S = 8.0
 SWEEP_BLOCKS = 4096
 FILL_LEASE_S = 1.0
@@ -86,7 +87,9 @@ class Cluster:
         self._probing: set[str] = set()
         self.holdings = Holdings(store, self._announcer)
         self.routes = Routes(me.name, me.labels, clock)
-        self.locating = Locating(*(me.name, self.directory, links), view=lambda: self.view, homes=lambda: self._homes)
+        self.locating = Locating(
+            *(me.name, self.directory, links, self.routes, clock), view=lambda: self.view, homes=lambda: self._homes
+        )
         self.pulling = Pulling(
             *(links, self.locating, self.routes, self.holdings),
             view=lambda: self.view,
@@ -198,18 +201,28 @@ class Cluster:
             self._tasks.spawn(self._probe(member))
 
     async def _probe(self, member: Member) -> None:
+        """Ask until it answers, or is known to be gone: where a process ends, its last connections still open."""
         try:
-            await self.links.ask(member, lambda number: Locate(number, b"", b""), PROBE_S)
-        except StoreError as error:
-            self._lost(member, error)
+            for pause_s in PROBE_PAUSES_S:
+                await asyncio.sleep(pause_s)
+                try:
+                    await self.links.ask(member, lambda number: Locate(number, b"", b""), PROBE_S)
+                except StoreError as error:
+                    if self._lost(member, error):
+                        return
+                else:
+                    self.routes.answered(member.name, 0.0)
+                    return
         finally:
             self._probing.discard(member.name)
 
-    def _lost(self, member: Member, error: StoreError) -> None:
-        """It did not answer. Where nobody listens at its address any more, its process is gone."""
+    def _lost(self, member: Member, error: StoreError) -> bool:
+        """It did not answer. Whether it is gone: nobody listens at its address any more."""
         self.routes.failed(member.name, str(error))
-        if isinstance(error, ConnectFailed) and isinstance(error.__cause__, ConnectionRefusedError):
+        is_gone = isinstance(error, ConnectFailed) and isinstance(error.__cause__, ConnectionRefusedError)
+        if is_gone:
             self._tasks.spawn(self._coordinator.report_dead(member.name, member.epoch))
+        return is_gone
 
     def _heard(self, name: str, reply: Announced) -> None:
         member = self.view.members.get(name)

@@ -26,7 +26,7 @@ class Telling:
     def __init__(self, me: str, announcer: Announcer, holdings: Holdings, directory: Directory, links: Links, *,
                  view: Callable[[], View], tasks: Tasks, random: Callable[[], float],
                  heard: Callable[[str, Announced], None],
-                 lost: Callable[[Member, StoreError], None]) -> None:  # fmt: skip
+                 lost: Callable[[Member, StoreError], object]) -> None:  # fmt: skip
         self._me = me
         self._announcer = announcer
         self._holdings = holdings

@@ -102,11 +102,13 @@ class TiersMachine(RuleBasedStateMachine):
         shapes = {DRAM: TierShape(SLAB_BYTES[DRAM]), NVME: TierShape(SLAB_BYTES[NVME], "", lambda s: STRIDES[NVME][s])}
         self.table = BlockTable(shapes)
 
-    @initialize(stored=st.lists(st.tuples(tiers, places, prompts, sizes), max_size=8))
-    def start(self, stored: list[tuple[TierName, Place, list[int], int]]) -> None:
+    @initialize(stored=st.lists(st.tuples(tiers, places, prompts, sizes), max_size=8), forked=prompts)
+    def start(self, stored: list[tuple[TierName, Place, list[int], int]], forked: list[int]) -> None:
         for tier in (DRAM, NVME):
             for _ in range(SLABS):
                 self.grow(tier)
+        for last in (0, 1):  # what goes first has a sibling
+            self.store(DRAM, ("red", 1), [*forked, last], 1000)
         for tier, place, prompt, size in stored:
             self.store(tier, place, prompt, size)
 
@@ -198,11 +200,6 @@ class TiersMachine(RuleBasedStateMachine):
     def store(self, tier: TierName, place: Place, prompt: list[int], size: int) -> None:
         for block in self.allocate(tier, place, prompt, size):
             self.write(block)
-
-    @rule(place=places, prompt=prompts, size=sizes)
-    def fork(self, place: Place, prompt: list[int], size: int) -> None:
-        for last in (0, 1):
-            self.store(DRAM, place, [*prompt, last], size)
 
     @rule(tier=tiers, place=places, prompt=prompts, size=sizes)
     def begin(self, tier: TierName, place: Place, prompt: list[int], size: int) -> None:

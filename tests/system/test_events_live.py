@@ -19,7 +19,7 @@ from engine_client.blocking import BlockingClient
 from engine_client.subscription import Standing, Update, subscribe
 from kvstore.errors import Forbidden
 from tests.system.cairn_process import clean_environ
-from tests.system.nodes import PATIENCE_S, NodeProcess, content, free_port, namespace
+from tests.system.nodes import PATIENCE_S, NodeProcess, content, free_port, namespace, until
 
 SIZE = 4096
 SPACE = namespace(block_bytes=SIZE)
@@ -185,7 +185,13 @@ def test_what_the_disk_kept_is_told_after_a_restart(tmp_path):
     settings = {"path": tmp_path / "disk", "capacity": "16MiB", "slab": "1MiB", "admission": "all", "write": "through"}
     node = NodeProcess(tmp_path, *(f"--tiers.nvme.{name}={value}" for name, value in settings.items())).start()
     with BlockingClient(node.unix, timeout_s=PATIENCE_S) as client:
+
+        def disk() -> dict[str, Any]:
+            return next(row for row in client.stat()["tiers"] if row["tier"] == "nvme")
+
+        until(lambda: not disk()["is_recovering"] and disk()["capacity_bytes"])
         keys = store(client, 1)
+        until(lambda: disk()["blocks"] == len(keys))
     node.stop()
     node.start()
     follow(node, lambda view: view.until(view.is_exactly(keys)))

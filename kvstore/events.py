@@ -55,7 +55,6 @@ class EventLog:
         self._ring: list[Entry | None] = [None] * entries
         self._first = 1  # the oldest that is kept
         self._watchers: dict[Callable[[], None], None] = {}
-        self.snapshots = Snapshots()
 
     def note(self, events: Sequence[Event]) -> None:
         """Take up what the table changed, and wake who watches."""

@@ -1,12 +1,10 @@
 """What one client is told of the events of its tenant's blocks: long polls, and snapshots page by page."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from collections.abc import Awaitable, Iterator
 
 from kvstore.catalogue import Tenant
 from kvstore.events import EventLog, Since
-from kvstore.message import Message
 from kvstore.replica import Space
 from kvstore.store import Store
 from kvstore.wire_events import EVENTS_LIMIT, Happened, Snapped, Snapshot, Subscribe, happened, snapped
@@ -23,10 +21,6 @@ class EventFeed:
         self._log = store.events
         self._tenant = tenant
         self._polls = 0
-
-    @property
-    def handlers(self) -> dict[type[Message], Callable[[Any], Message | Awaitable[Message]]]:
-        return {Subscribe: self.subscribe, Snapshot: self.snapshot}
 
     def subscribe(self, request: Subscribe) -> Happened | Awaitable[Happened]:
         """At once where there is something to tell, or nothing to wait for. NotFound for an unknown namespace."""
@@ -46,9 +40,9 @@ class EventFeed:
         limit = min(max(request.limit, LEAST_PAGE), EVENTS_LIMIT)
         now = self._store.clock.now()
         if request.cursor:
-            blocks, cursor = self._log.snapshots.go_on(self._tenant.name, request.cursor, limit, now)
+            blocks, cursor = self._store.snapshots.go_on(self._tenant.name, request.cursor, limit, now)
         else:
-            blocks, cursor = self._log.snapshots.begin(self._tenant.name, spaces, limit, now)
+            blocks, cursor = self._store.snapshots.begin(self._tenant.name, spaces, limit, now)
         return snapped(request, self._log.epoch, self._log.sequence, [entry.event for entry in blocks], cursor)
 
     async def _later(self, request: Subscribe, found: Since, limit: int) -> Happened:

@@ -115,7 +115,7 @@ IMPURE = {
 THIRD_PARTY = {  # a dependency, and the modules that know it
     "msgspec": [
         *("kvstore/prefix.py", "kvstore/message.py", "kvstore/wire.py", "kvstore/wire_rdma.py"),
-        *("kvstore/cluster/members.py", "kvstore/cluster/service.py", "kvstore/cluster/etcd.py"),
+        *("kvstore/cluster/members.py", "kvstore/cluster/service.py", "kvstore/cluster/etcd_line.py"),
         *("server/config.py", "server/sources.py", "server/zmq_events.py"),
     ],
     "ibverbs": ["kvstore/transport/rdma/ibverbs_binding.py"],
@@ -136,8 +136,8 @@ THIRD_PARTY = {  # a dependency, and the modules that know it
             "engine_client/quantise.py",
         ),
     ],
-    "etcd3aio": ["kvstore/cluster/etcd.py"],
-    "grpc": ["kvstore/cluster/etcd.py"],
+    "etcd3aio": ["kvstore/cluster/etcd_line.py"],
+    "grpc": ["kvstore/cluster/etcd_line.py"],
     "zmq": ["server/zmq_events.py"],
     "rocksdict": ["kvstore/ledger.py"],
     "kvikio": ["kvstore/tiers/kvikio_file.py"],

@@ -6,7 +6,7 @@ on what a broken watch may have missed, nor on what etcd has compacted.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -14,37 +14,15 @@ from itertools import cycle
 from threading import Thread
 from typing import Any
 
-import msgspec
-
+from kvstore.cluster.etcd_line import FAILURES, Line, decoded
 from kvstore.cluster.members import DEAD_S, HEARTBEAT_S, Member, View
 from kvstore.errors import ConfigError, ConnectFailed
 
-FAILURES: tuple[type[Exception], ...]
-try:
-    import grpc.aio  # type: ignore[import-untyped]
-    from etcd3aio import EtcdError
-    from etcd3aio.kv import KVService, prefix_range_end
-    from etcd3aio.lease import LeaseService
-    from etcd3aio.watch import WatchService
-
-    FAILURES = (EtcdError, grpc.RpcError, OSError)
-except ImportError:
-    FAILURES = ()
-
-CALL_S = 1.0  # for one call to etcd: less than DEAD_S, so that a hung server leaves time to ask another
 JOIN_S = 5.0
 LEAVE_S = 1.9
 RETRY_S = 0.3  # between two connections
 LONGEST_PAUSE_S = 30.0  # before joining again, for one whom others report dead again and again
 SETTLED_S = 60.0  # whoever was a member for so long joins again at once
-CLAIMS = 3  # of a name whose key changes meanwhile
-MAX_MESSAGE_BYTES = 64 << 20  # 100,000 members, listed in one answer
-CHANNEL = (
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.enable_retries", 0),
-    ("grpc.use_local_subchannel_pool", 1),  # a new connection does not wait for the pause of a broken one
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-)
 
 
 class EtcdCoordinator:
@@ -122,7 +100,7 @@ class _Membership:
         self._endpoints, self._endpoint, self._prefix = endpoints, endpoints[0], prefix
         self._member, self._hear = member, hear
         self.leaving, self._to_say = asyncio.Event(), asyncio.Event()
-        self._line: _Line | None = None  # while in touch
+        self._line: Line | None = None  # while in touch
         self._reports: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._lease = 0
         self._said: Member | None = None  # stands in etcd, as far as we know, since `_said_at`
@@ -174,7 +152,7 @@ class _Membership:
     async def _stay(self) -> None:
         for endpoint in cycle(self._endpoints):
             self._endpoint = endpoint
-            line = _Line(endpoint, self._prefix)
+            line = Line(endpoint, self._prefix)
             try:
                 await self._keep_in_touch(line)
             except* FAILURES as failures:
@@ -184,7 +162,7 @@ class _Membership:
                 await line.close()
             await asyncio.sleep(RETRY_S)
 
-    async def _keep_in_touch(self, line: "_Line") -> None:
+    async def _keep_in_touch(self, line: "Line") -> None:
         await self._beat(line)
         revision, members = await line.members()
         self._in_touch(line, revision, members)
@@ -192,7 +170,7 @@ class _Membership:
             tasks.create_task(self._watch(line, revision + 1))
             tasks.create_task(self._keep_beating(line))
 
-    async def _keep_beating(self, line: "_Line") -> None:
+    async def _keep_beating(self, line: "Line") -> None:
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_S):
@@ -200,7 +178,7 @@ class _Membership:
             self._to_say.clear()
             await self._beat(line)
 
-    async def _beat(self, line: "_Line") -> None:
+    async def _beat(self, line: "Line") -> None:
         """Keep the lease, or get another, and see to it that what this member says of itself is in etcd."""
         loop = asyncio.get_running_loop()
         if self._lease and not await line.keep_alive(self._lease):
@@ -222,7 +200,7 @@ class _Membership:
             self._believed_at = loop.time()
         self._said, self._taken = member, ""
 
-    async def _watch(self, line: "_Line", revision: int) -> None:
+    async def _watch(self, line: "Line", revision: int) -> None:
         is_open = False
         async for answer in line.changes(revision):
             if answer.compact_revision or answer.canceled or (answer.created and is_open):
@@ -237,7 +215,7 @@ class _Membership:
 
     def _apply(self, name: str, revision: int, value: bytes) -> None:
         """Take in a change of one key; `value` is empty when it was deleted."""
-        member = _decoded(name, value)
+        member = decoded(name, value)
         if member is None:
             self._listed.pop(name, None)
         else:
@@ -257,7 +235,7 @@ class _Membership:
         self._said = None
         self._to_say.set()
 
-    def _in_touch(self, line: "_Line", revision: int, members: dict[str, Member]) -> None:
+    def _in_touch(self, line: "Line", revision: int, members: dict[str, Member]) -> None:
         loop = asyncio.get_running_loop()
         if self._away and self._view.revision:
             self._settled_at = loop.time() + DEAD_S
@@ -275,7 +253,7 @@ class _Membership:
         while isinstance(reason, BaseExceptionGroup):
             reason = reason.exceptions[0]
         self._away_since = self._away_since or f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
-        what = str(reason) or type(reason).__name__
+        what = _told(reason) or type(reason).__name__
         self._away = f"no etcd in touch since {self._away_since}; last tried {self._endpoint}: {what[:200]}"
 
     def _show(self) -> None:
@@ -294,104 +272,22 @@ class _Membership:
             except RuntimeError:  # the node's loop is closed: it has ended without leaving
                 self.leaving.set()
 
-    async def _report(self, line: "_Line", name: str, epoch: int) -> None:
+    async def _report(self, line: "Line", name: str, epoch: int) -> None:
         with suppress(*FAILURES):
             await line.remove(name, epoch)
 
     async def _revoke(self) -> None:
         if self._lease:
-            line = _Line(self._endpoint, self._prefix)
+            line = Line(self._endpoint, self._prefix)
             with suppress(*FAILURES):
                 await line.revoke(self._lease)
             await line.close()
 
 
-class _Line:
-    """A connection to one etcd server. Each call ends within `CALL_S`, or raises one of `FAILURES`."""
-
-    def __init__(self, endpoint: str, prefix: str) -> None:
-        self._prefix = prefix
-        self._channel = grpc.aio.insecure_channel(endpoint, options=CHANNEL)
-        self._keys = KVService(self._channel, max_attempts=1)
-        self._leases = LeaseService(self._channel, max_attempts=1)
-        self._watches = WatchService(self._channel, max_attempts=1)
-
-    def named(self, key: bytes) -> str:
-        return key.decode(errors="replace").removeprefix(self._prefix)
-
-    async def grant(self) -> int:
-        return int((await self._leases.grant(round(DEAD_S), timeout=CALL_S)).ID)
-
-    async def keep_alive(self, lease: int) -> bool:
-        """Whether there is such a lease, which then is as new."""
-        answers = self._leases.keep_alive(lease)
-        try:
-            async with asyncio.timeout(CALL_S):
-                async for answer in answers:
-                    return bool(answer.TTL > 0)
-        finally:
-            answers.cancel()
-        raise ConnectionError("a heartbeat was not answered")
-
-    async def revoke(self, lease: int) -> None:
-        await self._leases.revoke(lease, timeout=CALL_S)
-
-    async def members(self) -> tuple[int, dict[str, Member]]:
-        """All that are there, and of which revision that is."""
-        answer = await self._keys.get(self._prefix, prefix_range_end(self._prefix), timeout=CALL_S)
-        named = ((self.named(held.key), held.value) for held in answer.kvs)
-        listed = {name: member for name, value in named if (member := _decoded(name, value)) is not None}
-        return answer.header.revision, listed
-
-    def changes(self, revision: int) -> AsyncIterator[Any]:
-        """etcd's answers to a watch of all members from a revision on."""
-        return self._watches.watch(self._prefix, prefix_range_end(self._prefix), revision)
-
-    async def claim(self, member: Member, lease: int) -> int:
-        """Put a member's record in place of an older start's, and say at which revision. ConfigError when another that
-        is as new stands there."""
-        key = self._prefix + member.name
-        for _ in range(CLAIMS):
-            held = await self._held(key)
-            known = _decoded(member.name, held.value) if held is not None else None
-            if held is not None and held.lease != lease and known is not None and known.epoch >= member.epoch:
-                where = f"at {known.address}, epoch {known.epoch}"
-                raise ConfigError(f"a living node has the name {member.name}: {where}; this one has {member.epoch}")
-            put = KVService.txn_op_put(key, msgspec.json.encode(member), lease=lease)
-            answer = await self._keys.txn(_unchanged(key, held), [put], timeout=CALL_S)
-            if answer.succeeded:
-                return int(answer.header.revision)
-        raise ConnectionError(f"others write {key} all the time")
-
-    async def remove(self, name: str, epoch: int) -> None:
-        """Delete a member's record, if it is of that start of it."""
-        key = self._prefix + name
-        held = await self._held(key)
-        if held is not None and (known := _decoded(name, held.value)) is not None and known.epoch == epoch:
-            await self._keys.txn(_unchanged(key, held), [KVService.txn_op_delete(key)], timeout=CALL_S)
-
-    async def close(self) -> None:
-        await self._channel.close()
-
-    async def _held(self, key: str) -> Any:
-        return next(iter((await self._keys.get(key, timeout=CALL_S)).kvs), None)
-
-
-def _unchanged(key: str, held: Any) -> list[Any]:
-    """What a transaction compares: this very write of a key, or that there is none."""
-    return [
-        KVService.txn_compare_create_revision(key, held.create_revision if held is not None else 0),
-        KVService.txn_compare_version(key, held.version if held is not None else 0),
-    ]
-
-
-def _decoded(name: str, value: bytes) -> Member | None:
-    """None for what is no record of that name: deleted, or written by something else."""
-    try:
-        member = msgspec.json.decode(value, type=Member)
-    except msgspec.DecodeError:
-        return None
-    return member if member.name == name else None
+def _told(error: BaseException) -> str:
+    """In a line: gRPC's own text is a page."""
+    details = getattr(error, "details", None)
+    return " ".join(str(details() if callable(details) else error).split())
 
 
 def _without_noise(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from kvstore.errors import ConfigError
 from server.config import host_port
 from server.exporter import Exporter
-from server.rest import blocks, cluster, namespaces
+from server.rest import blocks, cluster, events, namespaces
 from server.rest import node as node_routes
 from server.rest.door import Door, Sessions
 from server.rest.http import HttpConnection
@@ -46,7 +46,13 @@ def create_app(node: "Node | None") -> FastAPI:
         title="Cairn",
         version=API_VERSION,
         description=DESCRIPTION,
-        routes=[*blocks.router.routes, *namespaces.router.routes, *node_routes.router.routes, *cluster.router.routes],
+        routes=[
+            *blocks.router.routes,
+            *namespaces.router.routes,
+            *node_routes.router.routes,
+            *events.router.routes,
+            *cluster.router.routes,
+        ],
         redoc_url=None,
         redirect_slashes=False,
     )

@@ -41,6 +41,7 @@ prompts = st.tuples(st.integers(1, 4), st.integers(0, 2)).map(lambda ab: [0] * a
 tiers = st.sampled_from([DRAM, NVME])
 sizes = st.sampled_from([1000, 1300, 2000])
 which = st.integers(0, 63)  # one of those there are, modulo their number
+befallen = st.sampled_from(["", "held", "pinned", "used"])  # the parent of what goes next
 
 
 @dataclass(eq=False)
@@ -317,18 +318,21 @@ class TiersMachine(RuleBasedStateMachine):
             found.append(above)
         return found
 
-    @rule(
-        most_bytes=st.sampled_from([1, 1001, 2500, 9999]), pinned=which, above=st.sampled_from(["", "held", "pinned"])
-    )
+    @rule(most_bytes=st.sampled_from([1, 1001, 2500, 9999]), pinned=which, above=befallen)
     def evict_a_chain(self, most_bytes: int, pinned: int, above: str) -> None:
         """As a store into a lower tier does: hold all, then let go and evict one by one."""
         if self.among("written"):
             self.pin(pinned, pin=bool(pinned % 2))
         coldest = self.coldest()
         parent = coldest and self.find(DRAM, coldest.place, coldest.parent)
-        if above and parent is not None and parent.state == "written":
+        if parent is not None and parent.state == "written":
             number = self.among("written").index(parent)
-            self.hold(number) if above == "held" else self.pin(number, pin=True)
+            if above == "held":
+                self.hold(number)
+            elif above == "pinned":
+                self.pin(number, pin=True)
+            elif above == "used":
+                self.touch(parent)
         chain = self.coldest_chain(most_bytes)
         replicas = self.table.coldest_chain(DRAM, most_bytes)
         assert replicas == [block.replica for block in chain]

@@ -233,7 +233,7 @@ class SimulatedNode:
         self.is_ready = True
 
     async def _recover(self, disk: SimulatedDisk) -> None:
-        await disk.recovery.load(self.store._settle)
+        await disk.recovery.load(self.store.expire)
         await self.upkeep.make_first_slabs()
         self.store.demotion.is_paused = False
         await self.cluster.recovered()

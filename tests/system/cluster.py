@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from engine_client.blocking import BlockingClient
+from kvstore.cluster.homes import Homes
+from kvstore.cluster.naming import partition_of
 from kvstore.types import BlockKey
 from tests.cluster_etcd import EtcdProcess
 from tests.system import net
@@ -129,6 +131,7 @@ class Cluster:
             self.etcd = EtcdProcess(folder / "etcd")
         self._folder = folder
         self._has_etcd = False
+        self._probes = 0
         self._door: ToxicProxy | None = None  # to etcd, which listens to its own host only
         self.nodes: dict[str, ClusterNode] = {}
         self._clients: list[BlockingClient] = []
@@ -212,8 +215,20 @@ class Cluster:
                 assert time.monotonic() < deadline, problems[:20]
                 pause(0.1)
 
+    def until_reached(self) -> None:
+        """Each node gets what each other has: none is left alone any more for what it did not answer earlier."""
+        self._probes += 1
+        at = {name: self.at(name, "probe", blocks=1, block_bytes=4096) for name in self.alive}
+        for number, name in enumerate(at):
+            at[name].put(self._probes * len(self.nodes) + number)
+        for reader, its in at.items():
+            for number, name in enumerate(at):
+                prompt = self._probes * len(self.nodes) + number
+                until(lambda its=its, prompt=prompt: its.has(prompt), f"{reader} to reach {name}", PATIENCE_S)
+        self.hang_up()
+
     def heal(self) -> None:
-        """Everything runs, nothing is cut or slow."""
+        """Everything runs, nothing is cut or slow, and all reach each other."""
         if not self._has_etcd:
             self.start_etcd()
         if self.net is not None:
@@ -228,6 +243,7 @@ class Cluster:
         if dead:
             self.start_nodes(dead)
         self.until_whole()
+        self.until_reached()
 
     def assert_sound(self) -> None:
         """Nothing is broken in any node that is alive, now or earlier."""
@@ -304,6 +320,10 @@ class Prompts:
 
     def has(self, prompt: int) -> bool:
         return self.get(prompt) == self._blocks
+
+    def home(self, prompt: int, names: Iterable[str]) -> str:
+        """Whose directory knows of its first stripe, while these are the members."""
+        return Homes(names).home(partition_of(self.space.root, self.keys(prompt)[0]))
 
     def holders(self, prompt: int) -> list[set[str]]:
         """Which nodes have each block, as the directory says."""

@@ -264,19 +264,26 @@ def test_the_faster_of_two_holders_is_read_from(cluster: Cluster, network: Net) 
 
 
 def test_a_slow_link_holds_up_nobody_else(cluster: Cluster, network: Net) -> None:
+    """But who needs the directory of the slow node, whose answer is behind what fills its link: that may be a miss."""
     slow, shape = next(prompts), {"blocks": 96}  # 6 MiB: 5 s
     assert cluster.at("n1", "bulk", **shape).put(slow) == 96
-    prompt = next(prompts)
-    put_where_all_know(cluster, "n2", prompt)
+    reader = cluster.at("n3", "load")
+    wanted = [next(prompts) for _ in range(12)]
+    for prompt in wanted:
+        put_where_all_know(cluster, "n2", prompt)
     network.rate("n1", SLOW_MBIT)
     busy = cluster.at("n3", "bulk", **shape)
     puller = threading.Thread(target=busy.get, args=(slow,))
     puller.start()
-    began = time.monotonic()
-    assert cluster.at("n3", "load").get(prompt) == 8
-    took_s = time.monotonic() - began
+    missed, slowest_s = [], 0.0
+    for prompt in wanted:
+        began = time.monotonic()
+        if reader.get(prompt) < 8:
+            missed.append(reader.home(prompt, NAMES))
+        slowest_s = max(slowest_s, time.monotonic() - began)
     puller.join()
-    assert took_s < 1.0, took_s
+    assert set(missed) <= {"n1"}
+    assert slowest_s < 1.0, slowest_s
 
 
 def test_without_etcd_the_nodes_go_on_and_say_so(cluster: Cluster) -> None:

@@ -14,7 +14,7 @@ import pytest
 from engine_client.subscription import Follower, Standing, Update
 from kvstore.catalogue import Catalogue, OpenNamespace, Tenant
 from kvstore.errors import ConfigError, NotFound, ProtocolError, Rejected
-from kvstore.events import SCANNED, SNAPSHOT_IDLE_S, SNAPSHOTS, EventLog
+from kvstore.events import SCANNED, SNAPSHOT_IDLE_S, SNAPSHOTS, EventLog, Snapshots
 from kvstore.prefix import Namespace, part_key
 from kvstore.table import BlockTable, Replica, TierShape
 from kvstore.types import DRAM, NVME, BlockKey, Cause, Change, State
@@ -39,6 +39,7 @@ class Node:
         self.catalogue = Catalogue(100, lambda tenant, number: tuple(
             self.table.space(tenant, number, tier) for tier in (DRAM, NVME)))  # fmt: skip
         self.events = EventLog(epoch, entries)
+        self.snapshots = Snapshots()
         self.seconds = 0.0
         self.clock = SimpleNamespace(now=lambda: self.seconds)
         self.limits = SimpleNamespace(wait_max_s=60.0)

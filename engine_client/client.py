@@ -140,8 +140,8 @@ class Client(AsyncOperating):
         return space
 
     async def match(self, space: OpenSpace, keys: Sequence[BlockKey], *, parent: BlockKey | None = None) -> int:
-        """How many blocks of a chain the node has, from the first. Nothing is held. In a cluster the whole of it
-        counts, if `parent` says which key is before the first, or it is a chain's first."""
+        """How many blocks of a chain the node has, from the first. Nothing is held. What other nodes of a
+        cluster have counts too, from a chain's start, or after `parent`, the key before the first, if it is here."""
         return await self._drive(lambda link: operations.match(link, space, keys, parent))
 
     async def get(

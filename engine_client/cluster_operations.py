@@ -7,11 +7,10 @@ from kvstore import wire
 from kvstore.errors import InvalidRequest, ProtocolError
 from kvstore.packed import pack_keys
 from kvstore.types import BlockKey
-from kvstore.wire_cluster import Nodes, Replicate, Replicated, Roster, Whereabouts
+from kvstore.wire_cluster import MOST_COPIES, Nodes, Replicate, Replicated, Roster, Whereabouts
 
 SLOW_S = 3600.0  # what moves a whole tier, namespace or node may take that long
 CHECK_S = 60.0  # every node reads each of its blocks' records
-MOST_COPIES = 1024  # of a block that anybody may ask for
 
 
 def check_replicas(replicas: int, *, through: bool) -> None:

@@ -15,6 +15,7 @@ TIER_BITS = {HBM: 1, DRAM: 2, NVME: 4}
 DIGEST = struct.Struct("<HIQ")  # partition, count, xor
 HOLDING = struct.Struct("<HB")  # which of the reply's nodes, tiers
 STRIPE = struct.Struct("<HH")  # partition, how many of the names are in it
+MOST_COPIES = 1024  # of a block, that anybody may ask for
 
 
 class Announce(Message, frozen=True, tag="announce"):
@@ -47,6 +48,7 @@ class Announced(Message, frozen=True, tag="announced"):
     room: tuple[int, int] = (0, 0)  # bytes at the home: for blocks that are to stay, for copies that go first
     load: float = 0.0  # of the home: a share of what it may have on its way
     used_bytes: int = 0  # of the home's DRAM
+    blocks: int = 0  # there
 
 
 class Locate(Message, frozen=True, tag="locate"):

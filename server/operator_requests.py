@@ -10,7 +10,7 @@ from kvstore.cluster.overview import Overview
 from kvstore.errors import InvalidRequest, NotFound, Rejected
 from kvstore.explain import explain, listed_row
 from kvstore.types import NVME, OBJECT, BlockKey, Cause
-from kvstore.wire_cluster import Nodes, Replicate, Replicated, Roster, Whereabout, Whereabouts
+from kvstore.wire_cluster import MOST_COPIES, Nodes, Replicate, Replicated, Roster, Whereabout, Whereabouts
 from server.event_feed import EventFeed
 from server.receipt import keys_of
 from server.stats import stats
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 LIST_LIMIT = 10_000
 EVICT_STEP_BLOCKS = 64
-MOST_COPIES = 1024
 
 
 class OperatorRequests:

@@ -19,6 +19,7 @@ from kvstore.store import Store
 from kvstore.table import Replica
 from kvstore.types import HBM, BlockKey, Owner
 from kvstore.upkeep import Upkeep
+from kvstore.wire_cluster import MOST_COPIES
 from server.lending import lifting_of
 from server.operator_requests import OperatorRequests
 from server.rdma import NodeRdma
@@ -29,7 +30,6 @@ Answer = wire.Message | Awaitable[wire.Message]
 
 WRITES = (wire.Put, wire.Progress, wire.Commit, wire.Offer, wire.Abort, wire.Demote, wire.Evict, wire.Pin, wire.Unpin)
 ADMIN = (wire.SetTier, wire.Check, wire.Drain)
-MOST_COPIES = 1024  # of a block
 MOST_WAITING = 32  # acquires of one client; more are answered at once, or its own commits could not be read
 
 

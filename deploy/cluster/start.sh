@@ -18,6 +18,7 @@ etcd=${ETCD:-etcd}
 for program in "$cairn" "$etcd"; do
     command -v "$program" >/dev/null || { echo "$program is not on the PATH" >&2; exit 1; }
 done
+here=$(cd "$(dirname "$0")" && pwd)
 umask 077
 mkdir -p "$1"
 folder=$(cd "$1" && pwd)
@@ -31,16 +32,16 @@ done
 CAIRN_CLUSTER__TOKEN=$(cat "$folder/secret")
 export CAIRN_CLUSTER__TOKEN
 
-# wait_until WHAT LOG COMMAND...: try it for half a minute.
+# wait_until NAME COMMAND...: try it for half a minute, as long as NAME's process lives; else stop everything.
 wait_until() {
-    what=$1 log=$2
-    shift 2
-    tries=150
+    name=$1
+    shift
+    give_up=$(($(date +%s) + 30))
     until "$@" >/dev/null 2>&1; do
-        tries=$((tries - 1))
-        if [ "$tries" -eq 0 ]; then
-            echo "$what does not answer; the end of $log:" >&2
-            tail -n 20 "$log" >&2
+        if ! kill -0 "$(cat "$folder/$name.pid")" 2>/dev/null || [ "$(date +%s)" -gt "$give_up" ]; then
+            echo "$name does not serve; the end of $folder/$name.log:" >&2
+            tail -n 20 "$folder/$name.log" >&2
+            "$here/stop.sh" "$folder"
             exit 1
         fi
         sleep 0.2
@@ -71,15 +72,15 @@ done
 number=1
 while [ "$number" -le "$nodes" ]; do
     name=n$number
-    wait_until "$name" "$folder/$name.log" env "CAIRN_ADDRESS=unix://$folder/$name/$name.sock" "$cairn" stat
+    wait_until "$name" env "CAIRN_ADDRESS=unix://$folder/$name/$name.sock" "$cairn" stat
     number=$((number + 1))
 done
 # Each node has joined once the first lists it.
 listed() {
     [ "$("$cairn" nodes --json --address "unix://$folder/n1/n1.sock" | tr , '\n' | grep -c '"epoch"')" -eq "$nodes" ]
 }
-wait_until "the cluster" "$folder/n1.log" listed
+wait_until n1 listed
 "$cairn" nodes --address "unix://$folder/n1/n1.sock"
 echo
 echo "Ask any of them: cairn nodes --address unix://$folder/n1/n1.sock"
-echo "Stop them all:   $(dirname "$0")/stop.sh $folder"
+echo "Stop them all:   $here/stop.sh $folder"

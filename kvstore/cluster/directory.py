@@ -191,7 +191,8 @@ class Directory:
                     if number not in self._holders and not self._will_sweep(partition):
                         yield f"block {name:x}: number {number} is gone, and nothing will take it away"
         for holding in uses.keys() | set(self._holdings.values()):
-            if holding.blocks != uses[holding] or self._holdings.get(holding.pairs) is not holding:
+            is_known = self._holdings.get(holding.pairs) is holding
+            if holding.blocks != uses[holding] or not holding.blocks or not is_known:
                 yield f"holding {holding.pairs}: counts {holding.blocks} blocks, of {uses[holding]}"
             if not holding.pairs or list(holding.pairs) != sorted(dict(holding.pairs).items()):
                 yield f"holding {holding.pairs}: not in order"

@@ -59,19 +59,32 @@ def stripes_of(root: bytes, keys: Sequence[BlockKey], first: Place) -> list[Stri
     return stripes
 
 
-def place_of(space: OpenNamespace, key: BlockKey, parent: BlockKey | None) -> Place | None:
-    """Of the first block of a run, by what is here: the block itself, or the one before it. None when neither is, and
-    the run does not begin its chain."""
+def place_of(space: OpenNamespace, keys: Sequence[BlockKey], at: int, parent: BlockKey | None) -> Place | None:
+    """Of block number `at` of a run, by what is known here of it or of those before it: the nearest that is, `parent`
+    before the first, or the beginning of the chain. None when none of that is known."""
+    place, back = _first(space, keys[0], parent), 0
+    for nearer in range(at, -1, -1):
+        known = _known(space, keys[nearer])
+        if known is not None:
+            place, back = known, nearer
+            break
+    for key in keys[back + 1 : at + 1]:
+        place = place_after(place, space.root, BlockKey(key[:KEY_BYTES])) if place is not None else None
+    return place
+
+
+def _first(space: OpenNamespace, key: BlockKey, parent: BlockKey | None) -> Place | None:
+    if parent is None:
+        return Place(partition_of(space.root, key), 0)
+    above = _known(space, parent)
+    return place_after(above, space.root, BlockKey(key[:KEY_BYTES])) if above is not None else None
+
+
+def _known(space: OpenNamespace, key: BlockKey) -> Place | None:
     for tier_space in space.spaces:
         replica = tier_space.replicas.get(key)
         if replica is not None and replica.partition >= 0:
             return Place(replica.partition, replica.position)
-    if parent is None:
-        return Place(partition_of(space.root, key), 0)
-    for tier_space in space.spaces:
-        replica = tier_space.replicas.get(parent)
-        if replica is not None and replica.partition >= 0:
-            return place_after(Place(replica.partition, replica.position), space.root, BlockKey(key[:KEY_BYTES]))
     return None
 
 

@@ -38,7 +38,7 @@ class Overview:
         self, space: OpenNamespace, keys: Sequence[BlockKey], parent: BlockKey | None
     ) -> list[dict[str, list[str]]]:
         """For each block who has it, this node included, and in which tiers."""
-        place = place_of(space, keys[0], parent) if keys else None
+        place = place_of(space, keys, 0, parent) if keys else None
         others = await self._cluster.locating.holders(space, keys, place) if place is not None else [{}] * len(keys)
         found = []
         for key, holders in zip(keys, others, strict=True):
@@ -119,9 +119,10 @@ class Overview:
         for name, member in sorted(self._cluster.view.members.items()):
             route = self._cluster.routes.routes.get(name)
             _, said = self._cluster.rooms.get(name, (0, None))
-            used_bytes = said.used_bytes if said is not None else 0
+            used_bytes, blocks = (said.used_bytes, said.blocks) if said is not None else (0, 0)
             if name == self._cluster.me.name:
-                used_bytes = self._cluster.store.table.tiers[DRAM].used_bytes
+                tier = self._cluster.store.table.tiers[DRAM]
+                used_bytes, blocks = tier.used_bytes, tier.replicas
             rows.append(
                 {
                     "name": name,
@@ -133,6 +134,7 @@ class Overview:
                     "transports": list(member.transports),
                     "capacity_bytes": member.capacity_bytes,
                     "used_bytes": used_bytes,
+                    "blocks": blocks,
                     "load": said.load if said is not None else 0.0,
                     "latency_ms": route.latency_s * 1000 if route is not None else 0.0,
                     "bytes_per_s": route.reading.bytes_per_s if route is not None else 0.0,

@@ -190,7 +190,7 @@ class Pulling:
         self, space: OpenNamespace, keys: Sequence[BlockKey], parent: BlockKey | None, first: int
     ) -> list[Holders]:
         """For each block from number `first` on."""
-        place = place_of(space, keys[first], keys[first - 1] if first else parent)
+        place = place_of(space, keys, first, parent)
         if place is None:
             return [NOBODY] * (len(keys) - first)
         return await self._locating.holders(space, keys[first:], place)
@@ -205,7 +205,7 @@ class Pulling:
             places = _places(space, keys, origin.place)
             found: Sequence[Holders] = [{origin.holder: KNOWN_HOLDER}] * (len(keys) - first)
         else:
-            place = place_of(space, keys[first], keys[first - 1] if first else parent)
+            place = place_of(space, keys, first, parent)
             if place is None:
                 return
             places = [place] * first + _places(space, keys[first:], place)

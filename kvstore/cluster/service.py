@@ -24,6 +24,7 @@ from kvstore.cluster.replication import Place as Spot
 from kvstore.cluster.routes import Routes
 from kvstore.cluster.telling import Telling
 from kvstore.errors import ConnectFailed, InvalidRequest, NamespaceMismatch, NotFound, Rejected, StoreError
+from kvstore.intake import part_of
 from kvstore.message import Message
 from kvstore.packed import unpack_keys
 from kvstore.prefix import Namespace
@@ -277,6 +278,7 @@ class Cluster:
             room=(free_bytes + tier.copy_bytes, max(free_bytes, copies_bytes)),
             load=load,
             used_bytes=tier.used_bytes,
+            blocks=tier.replicas,
         )
 
     async def _fill(self, request: Fill) -> Filled:
@@ -297,7 +299,8 @@ class Cluster:
             return Filled(request.id, 0)
         self.store.reads.release(NODE, lease.lease_id)
         if request.keep:
-            self.holdings.keep(space, keys)
+            parts = range(space.namespace.parts)
+            self.holdings.keep(space, [part_of(space, key, part) for key in keys for part in parts])
         return Filled(request.id, len(lease.replicas))
 
     def known(self, tenant_name: str, namespace: Namespace, name: str) -> OpenNamespace:

@@ -4,10 +4,10 @@ from typing import Annotated
 
 import typer
 
-from engine_client.cluster_operations import MOST_COPIES
 from engine_client.steps import OpenSpace
 from kvstore.errors import InvalidRequest
 from kvstore.prefix import HASHES, Namespace
+from kvstore.wire_cluster import MOST_COPIES
 from server.commands import inputs, output
 from server.commands.reach import NodeCommand, invocation, node
 

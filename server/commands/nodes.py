@@ -74,7 +74,7 @@ def _cells(row: Mapping[str, Any], here: str) -> dict[str, RenderableType]:
         condition if condition == SERVING and not row.get("trouble") else output.alarm(condition),
         age_text(row["epoch"]),
         row.get("address") or UNKNOWN,
-        "/".join(labels.get(name, UNKNOWN) for name in PLACE) if labels else UNKNOWN,
+        "/".join(labels.get(name, UNKNOWN) for name in PLACE) if labels.keys() & PLACE else UNKNOWN,
         UNKNOWN if used is None else output.size_text(used),
         output.size_text(capacity) if capacity else UNKNOWN,
         _count(row.get("blocks")),

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from engine_client.cluster_operations import MOST_COPIES
 from kvstore.types import BlockKey
+from kvstore.wire_cluster import MOST_COPIES
 from server.commands import inputs, output
 from server.commands.reach import FAILED, invocation, node
 

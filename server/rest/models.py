@@ -13,8 +13,8 @@ from pydantic import (
     WrapValidator,
 )
 
-from engine_client.cluster_operations import MOST_COPIES
 from kvstore.prefix import LIMITS, MAX_TEXT_BYTES, MAX_TOKEN, TERMS_PATTERN
+from kvstore.wire_cluster import MOST_COPIES
 from server.config import YEAR_S
 
 KEY_PATTERN = "^[0-9a-fA-F]{32}([0-9a-fA-F]{4})?$"

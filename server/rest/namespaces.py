@@ -8,13 +8,14 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Path, Query, Request, Response
 from fastapi.responses import JSONResponse
 
-from engine_client.cluster_operations import MOST_COPIES, check_replicas
+from engine_client.cluster_operations import check_replicas
 from kvstore import wire
 from kvstore.catalogue import OpenNamespace
 from kvstore.errors import InvalidRequest, NamespaceMismatch
 from kvstore.explain import whereabouts
 from kvstore.packed import pack_keys
 from kvstore.prefix import Namespace
+from kvstore.wire_cluster import MOST_COPIES
 from server.operator_requests import LIST_LIMIT
 from server.rest.door import SLOW_S, session_of, visit_of
 from server.rest.keys import all_parts, find_namespace, first_parts, parent_of, to_key, to_keys

@@ -146,6 +146,13 @@ class DirectoryMachine(RuleBasedStateMachine):
             if self.see_at_once:
                 self.all_see()
 
+    @rule(node=nodes)
+    def restart(self, node: str) -> None:
+        """So fast that nobody sees it away."""
+        if node in self.alive:
+            del self.alive[node]
+            self.start(node)
+
     @precondition(lambda self: not self.see_at_once)
     @rule(node=nodes, sure=seldom)
     def lose_sight_of(self, node: str, sure: bool) -> None:
@@ -201,6 +208,13 @@ class DirectoryMachine(RuleBasedStateMachine):
         if not again:
             del self.answers[number]
         process.note_again(process.announcer.answered(home, reply))
+
+    @rule(node=nodes, home=nodes)
+    def ask_for_a_new_stream(self, node: str, home: str) -> None:
+        """An answer from when the home did not know of the node's."""
+        if node in self.alive:
+            process = self.alive[node]
+            process.note_again(process.announcer.answered(home, Announced(0, 0, is_gap=True)))
 
     @rule(node=nodes, home=nodes, most=st.sampled_from([1, 3, 100]), digest=seldom)
     def exchange(self, node: str, home: str, most: int, *, digest: bool) -> None:
@@ -321,6 +335,8 @@ class DirectoryMachine(RuleBasedStateMachine):
             process.see(self.members)
         self.settle_all()
         if not self.see_at_once:
+            for process in self.alive.values():  # saw another member for a moment, alone
+                process.directory.keep(lambda partition: bool(partition % 2))
             self.compare_digests()
             self.settle_all()
         self.check()

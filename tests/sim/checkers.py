@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from kvstore.cluster.homes import Homes
-from kvstore.cluster.naming import name_of
+from kvstore.cluster.locating import Place, stripes_of
+from kvstore.cluster.naming import name_of, partition_of
 from kvstore.types import BlockKey, State
 from kvstore.wire_cluster import HOLDING, STRIPE, TIER_BITS, Locate
 from tests.sim.node import SimulatedNode, World
@@ -63,7 +64,8 @@ def union_of_holders(world: World) -> dict[tuple[int, int], dict[str, int]]:
 def directory_is_exact(world: World, union: Union) -> Iterator[str]:
     """Each home says of its partitions what the holders have; and it knows of nothing else."""
     some = next(iter(world.nodes.values()))
-    homes = Homes(some.cluster.view.members)
+    members = some.cluster.view.members
+    homes = Homes([name for name, member in members.items() if member.condition == "serving"] or members)
     by_home: dict[str, list[tuple[int, int]]] = {}
     for block in sorted(union):
         by_home.setdefault(homes.home(block[0]), []).append(block)
@@ -90,11 +92,18 @@ def _located(node: SimulatedNode, blocks: Sequence[tuple[int, int]]) -> Iterator
         yield holdings[int.from_bytes(reply.which[2 * at : 2 * at + 2], "little")]
 
 
-def reachable(world: World, prompt: Sequence[BlockKey]) -> int:
-    """How many of a chain's blocks somebody has, from the first."""
-    spaces = [space for node in world.nodes.values() for space in node.store.table.spaces()]
-    for count, key in enumerate(prompt):
-        found = (space.replicas.get(key) for space in spaces)
-        if not any(replica is not None and replica.state is State.WRITTEN for replica in found):
-            return count
+def reachable(node: SimulatedNode, root: bytes, prompt: Sequence[BlockKey]) -> int:
+    """How many of a chain's blocks this node has, or somebody where the chain says that they are announced, from the
+    first. A block whose parent its holder never had is announced elsewhere: it is found there only."""
+    world = node.world
+    first = Place(partition_of(root, prompt[0]), 0)
+    for stripe in stripes_of(root, prompt, first):
+        for at in range(stripe.start, stripe.end):
+            for other in world.nodes.values():
+                found = [space.replicas.get(prompt[at]) for space in other.store.table.spaces()]
+                written = [replica for replica in found if replica is not None and replica.state is State.WRITTEN]
+                if any(other is node or replica.partition == stripe.partition for replica in written):
+                    break
+            else:
+                return at
     return len(prompt)

@@ -15,11 +15,13 @@ from kvstore.errors import DeadlineExceeded, StoreError, TransportError
 from kvstore.packed import pack_keys, unpack_u64
 from kvstore.prefix import chain
 from kvstore.types import DRAM, BlockKey, Slot
+from kvstore.wire_cluster import Replicate
 from kvstore.wire_operators import Pin, Unpin
 from tests.sim.loop import Process
 from tests.sim.node import SPACE, TENANT, SimulatedNode, World
 from tests.sim.peers import Caller, connected, packed_sizes
 
+REPLICATE_S = 60.0
 MARGIN_S = 0.1  # that an answer may be late
 WITHIN_S = 10.0  # for what has no time limit of its own
 BLOCK_BYTES = (1000, 1500)  # most blocks, and a few
@@ -135,8 +137,10 @@ class Client:
                 found = await self.get(caller, prompt)
                 if found < len(prompt) and self._random.random() < 0.8:
                     await self._put(caller, prompt, found)
-            elif kind < 0.95:
+            elif kind < 0.9:
                 await self._hold(caller, prompt)
+            elif kind < 0.95:
+                await self._replicate(caller, prompt)
             else:
                 await self._pin(caller, prompt)
         except TransportError:
@@ -202,6 +206,14 @@ class Client:
                 payload=b"".join(blocks),
             )
             start += len(keys)
+
+    async def _replicate(self, caller: Caller, prompt: Sequence[BlockKey]) -> None:
+        """Have two nodes hold what there is of it, after asking how much that is."""
+        keys = pack_keys(prompt)
+        await caller.ask(lambda id: wire.Match(id, self._number, keys), WITHIN_S)
+        done, _ = await caller.ask(lambda id: Replicate(id, self._number, keys, False, 2), REPLICATE_S)
+        if done.blocks > len(prompt):
+            self._wrongs.append(f"{self.name}: {done.blocks} blocks replicated, of {len(prompt)}")
 
     async def _pin(self, caller: Caller, prompt: Sequence[BlockKey]) -> None:
         keys = pack_keys(prompt[:STRIPE_BLOCKS])

@@ -264,6 +264,7 @@ class SimulatedNode:
 
     def _fill(self) -> None:
         """All that is free and can be evicted."""
+        self.store.end(self._filling)
         self._filling = Owner(next(self._owners))
         space = self.store.open(
             TENANT, "filling", Namespace(model="f", dtype="u8", layout="x", block_tokens=1, layers=1)

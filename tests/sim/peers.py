@@ -269,12 +269,11 @@ class SimulatedLinks:
         if key not in self._connecting:
             task = self._connecting[key] = asyncio.ensure_future(self._connect(member, tenant))
             task.add_done_callback(lambda done: self._connected(key, done))
-        try:
-            return await asyncio.shield(self._connecting[key])
-        except asyncio.CancelledError:
-            if key in self._connecting and self._connecting[key].cancelled():
-                raise PeerLost(f"{member.name} is gone") from None
-            raise
+        connecting = self._connecting[key]
+        await asyncio.wait([connecting])
+        if connecting.cancelled():
+            raise PeerLost(f"{member.name} is gone")
+        return connecting.result()
 
     def _connected(self, key: tuple[str, str], task: "asyncio.Task[Caller]") -> None:
         if self._connecting.get(key) is task:

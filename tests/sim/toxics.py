@@ -117,6 +117,20 @@ async def kill(world: "World", random: Random) -> None:
     node.start()
 
 
+async def drain(world: "World", random: Random) -> None:
+    """A node gives its blocks to others, is shut down, and comes back."""
+    node = world.nodes[random.choice(list(world.nodes))]
+    if not node.is_ready or node.process.is_stopped:
+        return
+    process = node.process
+    draining = process.spawn(node.cluster.vacate())
+    await asyncio.wait([draining], timeout=MOST_S)
+    if node.process is process:
+        node.kill()
+        await asyncio.sleep(how_long(random))
+        node.start()
+
+
 async def cut_coordinator(world: "World", random: Random) -> None:
     node = world.nodes[random.choice(list(world.nodes))]
     world.room.cut(node.name)
@@ -145,6 +159,7 @@ TOXICS: dict[str, Toxic] = {
     "cut both ways": cut_both_ways,
     "hang": hang,
     "kill": kill,
+    "drain": drain,
     "cut coordinator": cut_coordinator,
     "full node": full_node,
 }

@@ -321,6 +321,18 @@ class Prompts:
     def has(self, prompt: int) -> bool:
         return self.get(prompt) == self._blocks
 
+    def assert_has(self, prompt: int, where: str = "") -> None:
+        """At the first try. What the node thinks of the others is said where not."""
+        found = self.get(prompt)
+        if found < self._blocks:
+            rows = self.client.nodes().rows
+            troubles = {row["name"]: row["trouble"] for row in rows if row.get("trouble")}
+            home = self.home(prompt, [row["name"] for row in rows])
+            holders = self.holders(prompt)
+            raise AssertionError(
+                f"{found} of {self._blocks} blocks {where}; home {home}, which says {holders}; {troubles}"
+            )
+
     def home(self, prompt: int, names: Iterable[str]) -> str:
         """Whose directory knows of its first stripe, while these are the members."""
         return Homes(names).home(partition_of(self.space.root, self.keys(prompt)[0]))

@@ -947,6 +947,7 @@ def test_all_commands_are_there():
         *("node", "config show", "demo", "put", "get", "match", "ls", "evict", "pin", "unpin", "explain"),
         *("namespace define", "namespace show", "stat", "tiers", "check", "top"),
         *("promote", "demote", "drain", "doctor", "trace replay", "bench transport"),
+        *("nodes", "locate", "replicate", "events"),
     }
 
 

@@ -1,4 +1,4 @@
-"""`python -m bench local|tiers|rdma|amplification|policies|cluster-trace|codec`: figures beside floors."""
+"""`python -m bench local|tiers|rdma|amplification|policies|directory|cluster-trace|codec`: figures beside floors."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench import amplification, cluster_trace, codec, local, policies, rdma, tiers
+from bench import amplification, cluster_trace, codec, directory, local, policies, rdma, tiers
 from bench.measure import Figure
 from kvstore.transport.rdma.topology import has_devices
 
@@ -100,6 +100,22 @@ def policies_command(
       python -m bench policies conversation_trace.jsonl
     """
     _report(policies.run(trace), set(), as_json=as_json)
+
+
+@app.command(name="directory")
+def directory_command(
+    trace: Annotated[Path, typer.Argument(help="JSONL with hash_ids, also .gz; see docs/traces.md.")],
+    names: Names = None,
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """The directory of a cluster in this process: memory of a block and holder, locate, apply, homes.
+
+    \b
+    Example:
+      python -m bench directory conversation_trace.jsonl
+    """
+    _report(directory.run(set(names or ()), trace), set(names or ()), as_json=as_json)
 
 
 @app.command(name="cluster-trace")

@@ -122,6 +122,7 @@ class Reads:
     ) -> int:
         """Begin to load what of these blocks lower tiers or other nodes have; how many are on their way."""
         finding = None
+        load_s = min(load_s, self._limits.wait_max_s)
         if self.finder is not None:
             finding = await self.finder.find(space, keys, parent, self._clock.now() + load_s)
         try:

@@ -1,6 +1,6 @@
 """All tiers of a node together: where the table and the bytes meet. Reads and puts have modules of their own.
 
-Each operation decides under the table synchronously, then `_settle` makes the decisions known: published
+Each operation decides under the table synchronously, then `settle` makes the decisions known: published
 index, waiting readers, the disk's ledger, history, counters. What may have to wait is a coroutine; everything else
 answers at once.
 """
@@ -89,7 +89,7 @@ class Store:
             bucket=below.bucket,
             hbm=hbm,
             most_bytes=limits.inflight_bytes,
-            settle=self._settle,
+            settle=self.settle,
             spawn=self._tasks.spawn,
         )
         self.demotion = Demotion(
@@ -99,7 +99,7 @@ class Store:
             bucket=below.bucket,
             admission=below.admission,
             writes_through=below.writes_through,
-            settle=self._settle,
+            settle=self.settle,
         )
         self.reads = Reads(
             *(table, self.holds, self.intake, self.promotion),
@@ -107,7 +107,7 @@ class Store:
             clock=clock,
             limits=limits,
             used=self._use,
-            settle=self._settle,
+            settle=self.settle,
         )
         self.puts = Puts(
             *(table, catalogue, self.holds, self.intake),
@@ -118,7 +118,7 @@ class Store:
             limits=limits,
             counters=self.counters,
             history=self.history,
-            settle=self._settle,
+            settle=self.settle,
         )
         self.reclaim = self._make_reclaim(below.disk) if below.disk is not None else None
         self.lifting = self._make_lifting(above) if above is not None else None
@@ -131,11 +131,11 @@ class Store:
             self.table,
             {DRAM: self._copy_within} | ({HBM: above.hbm.copy_within} if above is not None else {}),
             asked=lambda: (counters.requests.total(), counters.loaded_bytes.total()),
-            settle=self._settle,
+            settle=self.settle,
         )
 
     def _make_reclaim(self, disk: Disk) -> Reclaim:
-        return Reclaim(*(self.own, self.catalogue, disk, self.counters), bucket=self.below.bucket, settle=self._settle)
+        return Reclaim(*(self.own, self.catalogue, disk, self.counters), bucket=self.below.bucket, settle=self.settle)
 
     def _make_lifting(self, above: Above) -> Lifting:
         return Lifting(
@@ -144,7 +144,7 @@ class Store:
             clock=self.clock,
             limits=self.limits,
             counters=self.counters,
-            settle=self._settle,
+            settle=self.settle,
         )
 
     def open(self, tenant: Tenant, name: str, namespace: Namespace) -> OpenNamespace:
@@ -214,7 +214,7 @@ class Store:
                     blocks += 1
                     freed_bytes += replica.group.slot_bytes
                     self.table.discard(replica, cause)
-        self._settle()
+        self.settle()
         return blocks, freed_bytes
 
     async def verify(self, space: OpenNamespace, keys: Sequence[BlockKey]) -> int:
@@ -236,7 +236,7 @@ class Store:
         if self.lifting is not None:
             corrupt += await self.lifting.verify(space, keys)
         self.counters.corrupt_blocks += corrupt
-        self._settle()
+        self.settle()
         return corrupt
 
     def pin(self, space: OpenNamespace, keys: Sequence[BlockKey], *, hard: bool, ttl_s: float) -> Pin | None:
@@ -255,7 +255,7 @@ class Store:
     def unpin(self, tenant: Tenant, pin_id: int) -> None:
         if not self.holds.unpin(tenant.name, pin_id):
             raise NotFound(f"no pin {pin_id} of tenant {tenant.name}")
-        self._settle()
+        self.settle()
 
     def listed(self, space: OpenNamespace) -> Iterator[tuple[BlockKey, Replica]]:
         """Every block of a namespace that lies on this node, in its fastest tier; in no order but a stable one."""
@@ -285,14 +285,14 @@ class Store:
     def expire(self) -> None:
         """Let go of all leases, grants and pins that ran out."""
         self.counters.lapsed_holds += self.holds.expire(self.clock.now())
-        self._settle()
+        self.settle()
 
     def end(self, owner: Owner) -> None:
         """A session is over: its last uses count, whatever it held is let go."""
         self.note_uses(owner)
         self.exports.end(owner)
         self.counters.lost_sessions += self.holds.end(owner) > 0
-        self._settle()
+        self.settle()
 
     def note_uses(self, owner: Owner | None = None) -> None:
         """Take up what local readers report in their rings, of one session or of all."""
@@ -318,24 +318,28 @@ class Store:
             if replica is None or not more:
                 break
             self.table.evict(replica, Cause.WATERMARK)
-        self._settle()
+        self.settle()
         return more
 
     def empty_slab(self, tier: TierName, cause: Cause) -> bool:
         """Evict all of the coldest slab of DRAM or HBM that can be emptied; False when none can."""
         emptied = self.table.empty_coldest_slab(tier, cause)
-        self._settle()
+        self.settle()
         return emptied
 
     # Inside.
 
     def _use(self, replica: Replica) -> None:
-        """It was read: what is of use is worth writing below."""
+        """It was read, and with it all before it: what is of use is worth writing below."""
         self.table.use(replica)
+        above = replica.space.replicas.get(replica.parent) if replica.parent is not None else None
+        while above is not None and above.is_copy:  # it takes up no child's recency in time: it may go before that
+            self.table.touch(above)
+            above = replica.space.replicas.get(above.parent) if above.parent is not None else None
         if replica.hits == 1:
             self.demotion.offer(replica)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Make known what the table changed."""
         events = self.table.take_changes()
         if not events:

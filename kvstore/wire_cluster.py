@@ -21,9 +21,9 @@ MOST_COPIES = 1024  # of a block, that anybody may ask for
 class Announce(Message, frozen=True, tag="announce"):
     """What changed at a holder, to one of its homes: each block with all the tiers that have it now, 0 for none.
 
-    Batches of a stream are numbered from 1, and each is answered before the next is sent. `is_first` begins a stream:
-    the home forgets whatever it knew of this node. First `resets` (partitions that are told anew) are forgotten, then
-    the records are applied, then `digests` compared.
+    Batches are numbered, and each is answered before the next is sent. `is_first` begins a stream, whose numbers go on
+    from the last one's: the home forgets whatever it knew of this node. First `resets` (partitions that are told anew)
+    are forgotten, then the records are applied, then `digests` compared.
     """
 
     node: str

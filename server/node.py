@@ -205,7 +205,7 @@ class Node:
         """Take up what lies on the disk; nothing is written there before."""
         assert self.recovery is not None
         try:
-            await self.recovery.load()
+            await self.recovery.load(self.store.settle)
         except OSError as error:
             log.error("the nvme tier is not used: %s", error)
             return

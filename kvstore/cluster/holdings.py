@@ -13,6 +13,7 @@ from kvstore.types import DRAM, KEY_BYTES, BlockKey, Change, State
 from kvstore.wire_cluster import TIER_BITS
 
 Block = tuple[int, BlockKey]  # number of its namespace, key
+Telling = tuple[int, BlockKey, int]  # a block, and the partition in which it is told: it may have come back in another
 SCAN_BLOCKS = 2048  # looked at between two turns of the event loop
 
 
@@ -56,21 +57,21 @@ class Holdings:
                 for key in list(tier_space.replicas):
                     replica = tier_space.replicas.get(key)
                     if replica is not None and replica.partition in partitions and replica.state is State.WRITTEN:
-                        self._announcer.note(replica.partition, (space.number, key))
+                        self._announcer.note(replica.partition, (space.number, key, replica.partition))
                     seen += 1
                     if seen % SCAN_BLOCKS == 0:
                         yield seen
         yield seen
 
-    def describe(self, block: Block) -> tuple[int, int]:
-        """(Name, tiers that have it now)."""
-        number, key = block
+    def describe(self, telling: Telling) -> tuple[int, int]:
+        """(Name, tiers that have it now, in that partition)."""
+        number, key, partition = telling
         space = self._catalogue.of_number(number)
         assert space is not None, "namespaces are never closed"
         tiers = 0
         for tier_space in space.spaces:
             replica = tier_space.replicas.get(key)
-            if replica is not None and replica.state is State.WRITTEN and replica.partition >= 0:
+            if replica is not None and replica.state is State.WRITTEN and replica.partition == partition:
                 tiers |= TIER_BITS[tier_space.tier]
         return name_of(space.root, key), tiers
 
@@ -136,12 +137,16 @@ class Holdings:
         name = name_of(space.root, replica.key)
         index = TIER_BITS[replica.space.tier].bit_length() - 1
         self._announcer.toggle(replica.partition, name, index, is_there=False)
-        self._announcer.note(replica.partition, (space.number, replica.key))
+        self._announcer.note(replica.partition, (space.number, replica.key, replica.partition))
         if replica.space.tier == DRAM:
             self._copies.pop(name, None)
 
     def _place(self, space: OpenNamespace, replica: Replica) -> None:
-        """By what is before it: up the chain to a block whose place is known, and down again."""
+        """As in its other tiers; or by what is before it, up the chain to a block whose place is known, and down."""
+        same = self._anywhere(space, replica.key)
+        if same is not None and same.partition >= 0:
+            replica.partition, replica.position = same.partition, same.position
+            return
         chain = [replica]
         known: Place | None = None
         while known is None and chain[-1].parent is not None:
@@ -163,7 +168,7 @@ class Holdings:
     def _tell(self, space: OpenNamespace, replica: Replica) -> None:
         index = TIER_BITS[replica.space.tier].bit_length() - 1
         self._announcer.toggle(replica.partition, name_of(space.root, replica.key), index, is_there=True)
-        self._announcer.note(replica.partition, (space.number, replica.key))
+        self._announcer.note(replica.partition, (space.number, replica.key, replica.partition))
 
     def _anywhere(self, space: OpenNamespace, key: BlockKey) -> Replica | None:
         found = None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 
 from kvstore.bandwidth import Bandwidth
 from kvstore.catalogue import OpenNamespace
@@ -19,7 +20,7 @@ from kvstore.cluster.links import Lease, Links
 from kvstore.cluster.locating import NOBODY, Holders, Locating, Place, place_after, place_of
 from kvstore.cluster.members import View
 from kvstore.cluster.routes import Routes
-from kvstore.errors import StoreError, TransportError
+from kvstore.errors import InvalidRequest, StoreError, TransportError
 from kvstore.intake import part_of
 from kvstore.metrics import Counters
 from kvstore.table import Replica
@@ -30,6 +31,7 @@ READ_S = 5.0  # a holder has so long for one job, and a lease is kept for so lon
 LEAST_LEASE_S = 0.2  # a holder has at least so long to answer, or a third of the reader's patience
 GUESSED_BYTES = 256 << 10  # of a block, where its namespace does not say
 TRIES = 3  # holders that are asked for a run
+PARTS_AT_ONCE = 16  # of a block that are looked for; a namespace may say that it has 65,535
 KNOWN_HOLDER = TIER_BITS[DRAM]
 
 
@@ -54,7 +56,6 @@ class Offer:
     kept: Kept
     at: int  # in the lease
     size: int
-    checksum: int
     place: Place
     holders: Holders
     tried: set[str] = field(default_factory=set)
@@ -124,8 +125,7 @@ class Pulling:
 
     def arrived(self, replica: Replica, offer: Offer) -> None:
         """Its bytes are in place and verified; it is about to be committed."""
-        replica.partition, replica.position = offer.place
-        self._holdings.copied(replica)
+        self._holdings.pulled(replica, offer.place)
 
     async def read(
         self, space: OpenNamespace, blocks: Sequence[tuple[BlockKey, Offer, memoryview]]
@@ -135,38 +135,31 @@ class Pulling:
         Called again while a first read of an offer is under way, it asks another holder.
         """
         found: list[int | None] = [None] * len(blocks)
-        start = 0
-        while start < len(blocks):
-            end = start + 1
-            first = blocks[start][1]
-            while (
-                end < len(blocks) and blocks[end][1].kept is first.kept and blocks[end][1].at == first.at + end - start
-            ):
-                end += 1
-            await self._read_run(space, blocks, range(start, end), found)
-            start = end
+        async with asyncio.TaskGroup() as group:
+            for run in _runs_of([offer for _, offer, _ in blocks]):
+                group.create_task(self._read_run(space, blocks, run, found))
         return found
 
     # For readers.
 
     async def find(self, space: OpenNamespace, keys: Sequence[BlockKey], parent: BlockKey | None, until: float,
                    origin: Origin | None = None) -> Finding:  # fmt: skip
-        """Have what this node lacks of a run of a chain kept by those who have it. The caller closes what it gets."""
+        """Have what this node lacks of a run of a chain kept by those who have it, as far as it is found by `until`.
+        The caller closes what it gets. Raises InvalidRequest."""
+        _check_parent(space, parent)
         finding = Finding(self._offers)
         try:
-            parts = range(space.namespace.parts)
-            wanted = [[part_of(space, key, part) for key in keys] for part in parts]
-            above = [part_of(space, parent, part) if parent is not None else None for part in parts]
-            await asyncio.gather(
-                *(self._find(finding, space, wanted[part], above[part], until, origin) for part in parts)
-            )
+            with suppress(TimeoutError):
+                async with asyncio.timeout(until - self._clock.now()):
+                    await self._find_parts(finding, space, keys, parent, until, origin)
         except BaseException:
             finding.close()
             raise
         return finding
 
     async def reach(self, space: OpenNamespace, keys: Sequence[BlockKey], parent: BlockKey | None) -> int:
-        """How many of a chain's blocks this node or others have, from the first; all parts of each."""
+        """How many of a chain's blocks this node or others have, from the first; all parts of each. InvalidRequest."""
+        _check_parent(space, parent)
         matched = len(keys)
         for part in range(space.namespace.parts):
             wanted = [part_of(space, key, part) for key in keys[:matched]]
@@ -195,29 +188,43 @@ class Pulling:
             return [NOBODY] * (len(keys) - first)
         return await self._locating.holders(space, keys[first:], place)
 
+    async def _find_parts(self, finding: Finding, space: OpenNamespace, keys: Sequence[BlockKey],
+                          parent: BlockKey | None, until: float, origin: Origin | None) -> None:  # fmt: skip
+        """Some parts at a time, of as many blocks as the parts before have."""
+        parts = space.namespace.parts
+        for start in range(0, parts, PARTS_AT_ONCE):
+            async with asyncio.TaskGroup() as group:
+                finds = []
+                for part in range(start, min(start + PARTS_AT_ONCE, parts)):
+                    wanted = [part_of(space, key, part) for key in keys]
+                    above = part_of(space, parent, part) if parent is not None else None
+                    finds.append(group.create_task(self._find(finding, space, wanted, above, until, origin)))
+            keys = keys[: min(find.result() for find in finds)]
+            if not keys:
+                break
+
     async def _find(self, finding: Finding, space: OpenNamespace, keys: Sequence[BlockKey], parent: BlockKey | None,
-                    until: float, origin: Origin | None) -> None:  # fmt: skip
+                    until: float, origin: Origin | None) -> int:  # fmt: skip
+        """How many of the blocks, from the first, this node or others have."""
         missing = self._missing(space, keys)
         if not missing:
-            return
+            return len(keys)
         first = missing[0]
         if origin is not None:
             places = _places(space, keys, origin.place)
             found: Sequence[Holders] = [{origin.holder: KNOWN_HOLDER}] * (len(keys) - first)
         else:
-            place = place_of(space, keys, first, parent)
+            place = place_of(space, keys[first], keys[first - 1] if first else parent)
             if place is None:
-                return
+                return first
             places = [place] * first + _places(space, keys[first:], place)
             found = await self._locating.holders(space, keys[first:], place)
         end = next((at for at in missing if not found[at - first]), len(keys))
-        await asyncio.gather(
-            *(
-                self._keep(finding, space, keys, places, found, run, until=until)
-                for span in _spans([at for at in missing if at < end])
-                for run in self._runs(space, found, first, span, places[span.start].position)
-            )
-        )
+        async with asyncio.TaskGroup() as group:
+            for span in _spans([at for at in missing if at < end]):
+                for run in self._runs(space, found, first, span, places[span.start].position):
+                    group.create_task(self._keep(finding, space, keys, places, found, run, until=until))
+        return end
 
     def _runs(
         self, space: OpenNamespace, found: Sequence[Holders], first: int, span: range, position: int
@@ -240,8 +247,8 @@ class Pulling:
             if lease is not None:
                 kept = Kept(lease, self._links)
                 offers = [
-                    (keys[start + at], Offer(kept, at, size, crc, places[start + at], holders[start + at - offset]))
-                    for at, (size, crc) in enumerate(zip(lease.sizes, lease.checksums, strict=True))
+                    (keys[start + at], Offer(kept, at, size, places[start + at], holders[start + at - offset]))
+                    for at, size in enumerate(takewhile(partial(_may_be, space), lease.sizes))
                 ]
                 finding.add(space, kept, offers)
                 start += len(offers)
@@ -263,13 +270,13 @@ class Pulling:
         """None when it cannot be had; a node that fails is left alone for a while."""
         member = self._view().members.get(node)
         now = self._clock.now()
-        patience_s = max((until - now) / 3, LEAST_LEASE_S)
+        patience_s = min(max((until - now) / 3, LEAST_LEASE_S), READ_S)
         if member is None:
             return None
         lease_s = max(until - now, 0.0) + 2 * READ_S
         try:
             async with asyncio.timeout(patience_s):
-                lease = await self._links.lease(member, space, keys, lease_s=lease_s, load_s=patience_s)
+                lease = await self._links.lease(member, space, keys, lease_s=lease_s, load_s=patience_s / 2)  # and half for the way
         except TimeoutError:
             self._routes.failed(node, "did not answer in time")
             return None
@@ -327,28 +334,27 @@ class Pulling:
             is_own, start = True, 0
             if lease is not None:
                 left = left[: len(lease.sizes)]
-                for at, crc in zip(left, lease.checksums, strict=True):
-                    offers[at].checksum = crc
 
     async def _read_from(self, lease: Lease, start: int, blocks: Sequence[tuple[BlockKey, Offer, memoryview]],
                          arrived: Callable[[int, int], None]) -> None:  # fmt: skip
         """Tells `arrived` of each block that is good: its number, and its checksum."""
         node = lease.member.name
         size = sum(offer.size for _, offer, _ in blocks)
-        async with self._routes.turn(node, size) as turn:
-            begun = self._clock.now()
-            self.reading.begin(size, begun)
-            try:
-                async with asyncio.timeout(READ_S):
-                    checksums = await self._links.read(lease, start, [view for _, _, view in blocks], READ_S)
-                turn.is_good = len(checksums) == len(blocks)
-            except (TimeoutError, TransportError) as error:
-                self._routes.failed(node, str(error) or f"no blocks in {READ_S} s")
-                return
-            except StoreError:
-                return
-            finally:
-                self.reading.end(size, begun, self._clock.now(), is_good=turn.is_good)
+        try:
+            async with self._routes.turn(node, size) as turn:
+                begun = self._clock.now()
+                self.reading.begin(size, begun)
+                try:
+                    async with asyncio.timeout(READ_S):
+                        checksums = await self._links.read(lease, start, [view for _, _, view in blocks], READ_S)
+                    turn.is_good = len(checksums) == len(blocks)
+                finally:
+                    self.reading.end(size, begun, self._clock.now(), is_good=turn.is_good)
+        except (TimeoutError, TransportError) as error:
+            self._routes.failed(node, str(error) or f"no blocks in {READ_S} s")
+            return
+        except StoreError:
+            return
         for number, ((key, offer, _), crc) in enumerate(zip(blocks, checksums, strict=False)):
             expected = lease.checksums[start + number]
             if crc == expected and offer.size == lease.sizes[start + number]:
@@ -357,6 +363,29 @@ class Pulling:
                 self._counters.corrupt_blocks += 1
                 with suppress(StoreError):
                     self._links.report(lease, key)
+
+
+def _runs_of(offers: Sequence[Offer]) -> list[range]:
+    """Those that lie one after the other in one lease together."""
+    runs: list[range] = []
+    for at, offer in enumerate(offers):
+        before = offers[at - 1] if at else None
+        if before is not None and before.kept is offer.kept and before.at + 1 == offer.at:
+            runs[-1] = range(runs[-1].start, at + 1)
+        else:
+            runs.append(range(at, at + 1))
+    return runs
+
+
+def _may_be(space: OpenNamespace, size: int) -> bool:
+    """Whether a block of this namespace may have so many bytes."""
+    expected = space.namespace.block_bytes
+    return size == expected if expected else size > 0
+
+
+def _check_parent(space: OpenNamespace, parent: BlockKey | None) -> None:
+    if parent is not None and len(parent) != space.key_bytes:
+        raise InvalidRequest(f"keys of this namespace have {space.key_bytes} bytes")
 
 
 def _spans(positions: Sequence[int]) -> list[range]:

@@ -10,6 +10,7 @@ from kvstore.clock import Clock
 from kvstore.cluster.choice import Route
 from kvstore.cluster.members import View, distance
 from kvstore.cluster.window import Window
+from kvstore.errors import Rejected
 
 LEAST_WINDOW_BYTES = 16 << 20  # four jobs of Promotion: one is sent while others are verified
 MOST_WINDOW_BYTES = 256 << 20
@@ -79,20 +80,29 @@ class Routes:
 
     @asynccontextmanager
     async def turn(self, name: str, size_bytes: int) -> AsyncIterator[Turn]:
-        """Wait until so much more may be under way to a member, and measure what is done meanwhile."""
+        """Wait until so much more may be under way to a member, and measure what is done meanwhile.
+
+        Rejected when the member failed while this waited: who waits behind a read that hangs does not hang too.
+        """
         path = self._paths.get(name) or Path(Route())  # of a member that has just gone: the read will say so
+        queue = path.waiting.append
         while not path.window.may_start(size_bytes, self._clock.now()):
             future = asyncio.get_running_loop().create_future()
-            path.waiting.append(future)
+            queue(future)
             try:
                 await future
             except BaseException:
                 if future.done() and not future.cancelled():
                     path.wake()  # it was this one's turn, and is another's
                 raise
+            queue = path.waiting.appendleft
+            if not path.route.health.may_try(self._clock.now()):
+                path.wake()
+                raise Rejected(f"{name} failed while this waited for its turn")
         begun = self._clock.now()
         flight = path.window.started(size_bytes, begun)
         path.route.reading.begin(size_bytes, begun)
+        path.wake()  # there may be room for one more
         turn = Turn()
         try:
             yield turn

@@ -22,7 +22,7 @@ from kvstore.cluster.replicating import Replicating
 from kvstore.cluster.replication import HeatPolicy
 from kvstore.cluster.replication import Place as Spot
 from kvstore.cluster.routes import Routes
-from kvstore.cluster.telling import Telling
+from kvstore.cluster.telling import DIGEST_S, Telling
 from kvstore.errors import ConnectFailed, InvalidRequest, NamespaceMismatch, NotFound, Rejected, StoreError
 from kvstore.intake import part_of
 from kvstore.message import Message
@@ -131,6 +131,7 @@ class Cluster:
             self._join_trouble = str(error)
             self._tasks.spawn(self._join_later())
         for job in (
+            self._keep_tidy,
             self.telling.keep,
             self.telling.keep_comparing,
             self.replicating.keep_hot,
@@ -185,8 +186,17 @@ class Cluster:
         self._homes = self._homes.changed(serving or view.members)
         epochs = {name: member.epoch for name, member in view.members.items()}
         self.telling.tell_again(self._announcer.homes_changed(self._homes, epochs))
-        self.directory.keep(lambda partition: self._homes.home(partition) == self.me.name)
+        self.directory.keep(self._is_home)
         self.telling.poke()
+
+    async def _keep_tidy(self) -> None:
+        """Drop what came late for partitions that have another home by now."""
+        while True:
+            await asyncio.sleep(DIGEST_S)
+            self.directory.keep(self._is_home)
+
+    def _is_home(self, partition: int) -> bool:
+        return self._homes.home(partition) == self.me.name
 
     async def _sweep(self) -> None:
         has_more = True

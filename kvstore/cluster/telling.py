@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Hashable
 from typing import cast
 
+from kvstore.cluster import holdings
 from kvstore.cluster.announcer import Announcer
 from kvstore.cluster.directory import Directory
 from kvstore.cluster.holdings import Block, Holdings
@@ -23,13 +24,13 @@ DIGEST_S = 10.0  # between two comparisons with each home
 class Telling:
     """`heard` is told of each home that answered, `lost` of each that did not, and why."""
 
-    def __init__(self, me: str, announcer: Announcer, holdings: Holdings, directory: Directory, links: Links, *,
+    def __init__(self, me: str, announcer: Announcer, held: Holdings, directory: Directory, links: Links, *,
                  view: Callable[[], View], tasks: Tasks, random: Callable[[], float],
                  heard: Callable[[str, Announced], None],
                  lost: Callable[[Member, StoreError], object]) -> None:  # fmt: skip
         self._me = me
         self._announcer = announcer
-        self._holdings = holdings
+        self._holdings = held
         self._directory = directory
         self._links = links
         self._view = view
@@ -134,11 +135,12 @@ class Telling:
         told: dict[int, Block] = {}
 
         def describe(block: Hashable) -> tuple[int, int]:
-            name, tiers = self._holdings.describe(cast(Block, block))
-            told[name] = cast(Block, block)
+            telling = cast(holdings.Telling, block)
+            name, tiers = self._holdings.describe(telling)
+            told[name] = telling[:2]
             return name, tiers
 
-        batch = self._announcer.batch(home, describe, BATCH_BLOCKS, digest=is_digest)
+        batch = self._announcer.batch(home, describe, BATCH_BLOCKS, digest=is_digest and not self._scans)
         if told:
             self._told[home] = told
         return batch

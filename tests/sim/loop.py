@@ -78,6 +78,7 @@ class Process:
 
     def kill(self) -> None:
         self.is_killed = True
+        self._turns_left = -1
         self._parked.clear()
         self.loop.buried += self.tasks
 

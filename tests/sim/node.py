@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 SLAB_BYTES = 64 << 10
 COPY_S = 50e-6  # that a copier takes for anything
 INDEX_ENTRIES = 1024
-LEASE_MAX_S, PUT_TIMEOUT_S, WAIT_MAX_S = 20.0, 3.0, 20.0
+LEASE_MAX_S, PUT_TIMEOUT_S, WAIT_MAX_S = 15.0, 3.0, 15.0
 TENANT = Tenant("red", "secret")
 SPACE = Namespace(model="m", dtype="u8", layout="x", block_tokens=16, layers=2)
 JOIN_AGAIN_S = 0.5

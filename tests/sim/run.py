@@ -25,7 +25,7 @@ from tests.sim.node import LEAST_NODES, World
 from tests.sim.toxics import TOXICS
 
 STEP_SEEDS = 8  # that a process takes up at once
-TROUBLED_S = 12.0  # of virtual time in which clients ask and things go wrong
+TROUBLED_S = 10.0  # of virtual time in which clients ask and things go wrong
 SETTLE_S = 30.0  # then, until nothing is on its way: leases have run out
 READ_BACK_S = 5.0
 TOLD_S = 0.5  # until the directory knows what a reading moved

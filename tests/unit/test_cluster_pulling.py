@@ -1,0 +1,446 @@
+"""Blocks of other nodes, whatever those say and whenever they fall silent: no wrong bytes, nothing kept too long."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+
+from kvstore.catalogue import OpenNamespace
+from kvstore.cluster import pulling
+from kvstore.cluster.directory import Directory
+from kvstore.cluster.in_process import Room
+from kvstore.cluster.links import Lease
+from kvstore.cluster.locating import Place, stripes_of
+from kvstore.cluster.members import Member
+from kvstore.cluster.naming import PARTITIONS, partition_of
+from kvstore.cluster.pulling import LEAST_LEASE_S, READ_S
+from kvstore.cluster.service import Cluster, Options
+from kvstore.copier import checksum
+from kvstore.errors import DeadlineExceeded, InvalidRequest
+from kvstore.message import Message
+from kvstore.packed import pack_keys
+from kvstore.prefix import Namespace, part_key
+from kvstore.types import DRAM, NVME, BlockKey, Cause
+from kvstore.wire_cluster import Announce, Announced, Fill, Locate, Located
+from tests.tiered_store import OWNER, TieredStore, block_of, chain_keys, tiered_stores
+
+SIZE = 1000
+Make = Callable[..., "Node"]
+
+
+class Peers:
+    """Other nodes, as `Links`: what they hold, and what they do about it."""
+
+    def __init__(self) -> None:
+        self.directory = Directory()
+        self.blocks: dict[str, dict[BlockKey, bytes]] = {}
+        self.leases: list[Lease] = []
+        self.leased: list[tuple[str, float, float]] = []  # every lease that was asked for: node, lease_s, load_s
+        self.asked: list[Message] = []
+        self.reports = 0
+        self.read_from: list[str] = []
+        self.sizes: Callable[[list[int]], list[int]] = lambda sizes: sizes
+        self.reply: Callable[[Member, Message], Message | None] = lambda member, message: None
+        self.before_lease: Callable[[Member, float], Any] = nothing
+        self.before_read: Callable[[Member], Any] = nothing
+
+    async def ask(self, member: Member, request: Callable[[int], Message], within_s: float) -> Any:
+        message = request(1)
+        self.asked.append(message)
+        await asyncio.sleep(0)
+        reply = self.reply(member, message)
+        if reply is not None:
+            return reply
+        if isinstance(message, Announce):
+            return self.directory.apply(message)
+        assert isinstance(message, Locate)
+        return self.directory.locate(message)
+
+    async def lease(
+        self, member: Member, space: OpenNamespace, keys: Sequence[BlockKey], *, lease_s: float, load_s: float
+    ) -> Lease | None:
+        self.leased.append((member.name, lease_s, load_s))
+        await self.before_lease(member, load_s)
+        blocks = self.blocks.get(member.name, {})
+        here = []
+        for key in keys:
+            if key not in blocks:
+                break
+            here.append(key)
+        if not here:
+            return None
+        sizes = self.sizes([len(blocks[key]) for key in here])
+        lease = Lease(member, space, tuple(here), sizes, [checksum(blocks[key]) for key in here], None)
+        self.leases.append(lease)
+        return lease
+
+    async def read(self, lease: Lease, start: int, views: Sequence[memoryview], within_s: float) -> list[int]:
+        self.read_from.append(lease.member.name)
+        await self.before_read(lease.member)
+        found = []
+        for key, view in zip(lease.keys[start:], views, strict=False):
+            block = self.blocks[lease.member.name][key]
+            view[:] = block[: len(view)]
+            found.append(checksum(view))
+        return found
+
+    def report(self, lease: Lease, key: BlockKey) -> None:
+        self.reports += 1
+
+    def release(self, lease: Lease) -> None:
+        self.leases.remove(lease)
+
+    def close(self, name: str) -> None:
+        pass
+
+    async def aclose(self) -> None:
+        pass
+
+
+async def nothing(*_: Any) -> None:
+    pass
+
+
+class Node:
+    """A node of a cluster with members b and c, which are doubles."""
+
+    def __init__(self, store: TieredStore, *, is_started: bool = True) -> None:
+        self.store = store
+        self.peers = Peers()
+        self.crashes: list[BaseException] = []
+        self.room = Room()
+        self.others = {name: Member(name=name, epoch=1, address=f"tcp://{name}:1") for name in ("b", "c")}
+        self.seats = {name: self.room.coordinator() for name in self.others}
+        for name, member in self.others.items():
+            store.run(self.seats[name].join(member, lambda view: None))
+        self.cluster: Cluster = store.call(self._made)
+        if is_started:
+            self.start()
+
+    def _made(self) -> Cluster:
+        return Cluster(
+            *(Member(name="a", epoch=1, address="tcp://a:1"), self.store.store, self.room.coordinator(), self.peers),
+            tenant=self.store.tenants.__getitem__,
+            options=Options(),
+            random=Random(1).random,
+            clock=self.store.loop,
+            crashed=self.crashes.append,
+        )
+
+    def start(self) -> None:
+        self.store.run(self.cluster.start())
+        self.store.advance(0.1)
+
+    def close(self) -> None:
+        self.store.run(self.cluster.aclose())
+        assert self.crashes == []
+        assert self.peers.leases == []
+
+    def has(self, name: str, space: OpenNamespace, keys: Sequence[BlockKey], blocks: Sequence[bytes]) -> None:
+        """Another node has these, a chain from its first block, and its homes know."""
+        self.peers.blocks.setdefault(name, {}).update(zip(keys, blocks, strict=True))
+        self.told(name, space, keys)
+
+    def told(self, name: str, space: OpenNamespace, keys: Sequence[BlockKey], tiers: int = 2) -> None:
+        from kvstore.cluster.batches import pack
+        from kvstore.cluster.naming import names_of
+
+        partitions = []
+        for stripe in stripes_of(space.root, keys, Place(partition_of(space.root, keys[0]), 0)):
+            partitions += [stripe.partition] * (stripe.end - stripe.start)
+        for directory in (self.cluster.directory, self.peers.directory):
+            known = directory._nodes.get(name)
+            directory.apply(
+                Announce(
+                    *(0, name, 1, known.sequence + 1 if known else 1, known is None, b""),
+                    *(pack("H", partitions), pack("Q", names_of(space.root, keys)), bytes([tiers] * len(keys))),
+                )
+            )
+
+    def get(self, space: OpenNamespace, keys: Sequence[BlockKey], **how: Any) -> list[bytes]:
+        return self.store.get(space, keys, **how)
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    nodes: list[Node] = []
+    with tiered_stores() as made:
+
+        def node(*, is_started: bool = True, **settings: Any) -> Node:
+            nodes.append(Node(made(**settings), is_started=is_started))
+            return nodes[-1]
+
+        yield node
+        for one in nodes:
+            one.store.settle()
+            one.close()
+
+
+class Chain:
+    """Blocks of one prompt, which others have."""
+
+    def __init__(self, node: Node, blocks: int, *names: str, size: int = SIZE) -> None:
+        self.space = node.store.open()
+        self.keys = chain_keys(self.space, range(blocks))
+        self.blocks = [block_of(key, size) for key in self.keys]
+        for name in names:
+            node.has(name, self.space, self.keys, self.blocks)
+
+
+class TestPull:
+    def test_what_others_have_comes_here_and_their_leases_end(self, make):
+        node = make()
+        chain = Chain(node, 5, "b")
+
+        assert node.get(chain.space, chain.keys) == chain.blocks
+        assert node.peers.leases == []
+        assert not node.cluster.pulling._offers
+
+    def test_a_holder_with_other_bytes_than_its_checksum_costs_another_read_and_no_wrong_bytes(self, make):
+        node = make()
+        chain = Chain(node, 3, "b", "c")
+        good = dict(node.peers.blocks["c"])
+
+        async def damage(member: Member) -> None:
+            if member.name == "b":
+                node.peers.blocks["b"] = {key: block[::-1] for key, block in good.items()}
+
+        node.peers.before_read = damage
+
+        assert node.get(chain.space, chain.keys) == chain.blocks
+        assert node.peers.leases == []
+
+
+class TestLies:
+    def test_a_block_of_no_bytes_is_none(self, make):
+        node = make()
+        chain = Chain(node, 3, "b")
+        node.peers.sizes = lambda sizes: [sizes[0], 0, *sizes[2:]]
+
+        assert node.get(chain.space, chain.keys) == chain.blocks[:1]
+        assert node.store.store.promotion.is_idle
+
+    def test_blocks_of_another_size_than_their_namespace_says_are_left_alone(self, make):
+        node = make()
+        namespace = Namespace(model="m", dtype="u8", layout="x", block_tokens=16, layers=2, block_bytes=SIZE)
+        space = node.store.call(lambda: node.store.store.open(node.store.tenants["red"], "sized", namespace))
+        keys = chain_keys(space, range(2))
+        node.has("b", space, keys, [block_of(key, SIZE) for key in keys])
+        node.peers.sizes = lambda sizes: [size - 1 for size in sizes]
+
+        assert node.get(space, keys) == []
+        assert node.store.store.promotion.is_idle
+
+    def test_a_home_that_answers_something_else_knows_of_nothing(self, make):
+        node = make()
+        chain = Chain(node, 40, "b")
+        node.peers.reply = lambda member, message: Announced(1, 7) if isinstance(message, Locate) else None
+
+        found = node.get(chain.space, chain.keys)
+
+        assert found == chain.blocks[: len(found)]
+
+    def test_an_answer_with_more_holders_than_it_may_name_makes_no_sense(self, make):
+        node = make()
+        chain = Chain(node, 40, "b")
+        flood = Located(1, ("b",), (b"\0\0\2" * 100_000,), b"\1\0" * 32)
+        node.peers.reply = lambda member, message: flood if isinstance(message, Locate) else None
+
+        found = node.get(chain.space, chain.keys)
+
+        assert found == chain.blocks[: len(found)]
+
+    @pytest.mark.parametrize("place", [(PARTITIONS, 0), (-1, 0), (0, 32), (0, -1)])
+    def test_a_fill_with_a_place_that_there_is_not_is_refused(self, make, place):
+        node = make()
+        chain = Chain(node, 2, "b")
+        fill = Fill(
+            *(1, "red", "of 1", chain.space.namespace, pack_keys(chain.keys), b"", *place, "b", 1000, True)
+        )
+
+        async def filled() -> Message:
+            answer = node.cluster.handle(fill)
+            return answer if isinstance(answer, Message) else await answer
+
+        with pytest.raises(InvalidRequest):
+            node.store.run(filled())
+
+
+class TestParts:
+    def test_a_parent_that_is_no_key_is_refused(self, make):
+        node = make()
+        space = node.store.open(parts=2)
+        keys = chain_keys(space, range(1))
+
+        with pytest.raises(InvalidRequest):
+            node.store.run(
+                node.store.store.reads.acquire(
+                    *(OWNER, space, keys), lease_s=1.0, wait_s=0.0, layers=0, load_s=1.0, parent=BlockKey(b"x")
+                )
+            )
+        with pytest.raises(InvalidRequest):
+            node.store.run(node.cluster.pulling.reach(space, keys, BlockKey(b"x")))
+
+    def test_of_many_parts_no_more_are_asked_about_than_can_be_there(self, make):
+        node = make()
+        space = node.store.open(parts=65_535)
+        keys = chain_keys(space, range(4))
+        before = len(node.peers.asked)
+
+        assert node.get(space, keys) == []
+        assert len(node.peers.asked) - before <= 2 * pulling.PARTS_AT_ONCE
+
+    def test_all_parts_of_a_block_come(self, make):
+        node = make()
+        parts = pulling.PARTS_AT_ONCE + 1
+        space = node.store.open(parts=parts)
+        keys = [chain_keys(space, range(2), part) for part in range(parts)]
+        for part in range(parts):
+            node.has("b", space, keys[part], [block_of(key, 100) for key in keys[part]])
+
+        assert node.get(space, keys[0]) == [block_of(key, 100) for key in keys[0]]
+        assert part_key(BlockKey(keys[0][0][:16]), parts - 1) in space.dram.replicas
+
+
+class TestSilence:
+    def test_a_find_ends_when_its_reader_waits_no_more(self, make):
+        node = make()
+        chain = Chain(node, 3, "b", "c")
+
+        async def hang(member: Member, load_s: float) -> None:
+            await asyncio.sleep(60.0)
+
+        node.peers.before_lease = hang
+        started = node.store.loop.seconds
+
+        assert node.get(chain.space, chain.keys, load_s=0.1) == []
+        assert node.store.loop.seconds - started < 0.3
+
+    def test_a_holder_that_needs_all_the_time_it_was_given_is_not_left_alone(self, make):
+        node = make()
+        chain = Chain(node, 3, "b")
+
+        async def load(member: Member, load_s: float) -> None:
+            await asyncio.sleep(load_s + LEAST_LEASE_S / 4)
+
+        node.peers.before_lease = load
+
+        assert node.get(chain.space, chain.keys, load_s=6.0) == chain.blocks
+        assert node.cluster.routes.may_ask("b")
+
+    def test_cancelled_at_any_turn_it_keeps_nothing(self, make):
+        node = make()
+        chain = Chain(node, 3, "b")
+        for turns in range(12):
+            node.store.run(node.store.cancelled(node.store.acquire(chain.space, chain.keys), turns))
+            node.store.settle()
+            node.store.store.end(OWNER)
+            node.store.drop_dram(chain.space, chain.keys)
+
+            assert node.peers.leases == [], turns
+            assert not node.cluster.pulling._offers
+
+    def test_what_waits_for_its_turn_does_not_wait_for_a_holder_that_failed(self, make):
+        node = make(dram=8)
+        chain = Chain(node, 4, "b")
+        space, blocks = chain.space, chain.blocks
+
+        async def hang(member: Member) -> None:
+            await asyncio.sleep(READ_S)
+            raise DeadlineExceeded("no answer")
+
+        node.peers.before_read = hang
+        path = node.cluster.routes._paths["b"]
+        path.window.may_start = lambda size, now: not path.window.in_flight_bytes  # type: ignore[method-assign]
+
+        async def reads() -> None:
+            await asyncio.gather(*(node.cluster.pulling.read(space, [block]) for block in offered))
+
+        finding = node.store.run(node.cluster.pulling.find(space, chain.keys, None, node.store.loop.seconds + 30.0))
+        offered = [
+            (key, node.cluster.pulling.offer(space, key), memoryview(bytearray(len(block))))
+            for key, block in zip(chain.keys, blocks, strict=True)
+        ]
+        started = node.store.loop.seconds
+        node.store.run(reads())
+        finding.close()
+
+        assert node.store.loop.seconds - started < READ_S + 1.0
+
+    def test_a_hung_holder_of_some_blocks_does_not_keep_others_of_the_same_job_waiting(self, make):
+        node = make()
+        chain = Chain(node, 2)
+        node.has("b", chain.space, chain.keys[:1], chain.blocks[:1])
+        node.has("c", chain.space, chain.keys, chain.blocks)
+        node.peers.blocks["c"].pop(chain.keys[0])
+        node.told("c", chain.space, chain.keys[:1], tiers=0)
+
+        async def hang(member: Member) -> None:
+            if member.name == "b":
+                await asyncio.sleep(READ_S)
+                raise DeadlineExceeded("no answer")
+
+        node.peers.before_read = hang
+
+        async def read() -> list[int | None]:
+            finding = await node.cluster.pulling.find(chain.space, chain.keys, None, node.store.loop.seconds + 9.0)
+            offers = [node.cluster.pulling.offer(chain.space, key) for key in chain.keys]
+            views = [memoryview(bytearray(SIZE)) for _ in chain.keys]
+            reading = asyncio.ensure_future(
+                node.cluster.pulling.read(chain.space, list(zip(chain.keys, offers, views, strict=True)))
+            )
+            await asyncio.wait([reading], timeout=1.0)
+            assert node.peers.read_from == ["b", "c"]
+            found = await reading
+            finding.close()
+            return found
+
+        assert node.store.run(read()) == [None, checksum(chain.blocks[1])]
+
+    def test_a_promote_waits_no_longer_than_any_other_reader(self, make):
+        node = make()
+        chain = Chain(node, 3, "b")
+
+        assert node.store.run(node.store.store.reads.begin(chain.space, chain.keys, None, 1e9)) == 3
+        node.store.settle()
+        most_s = node.store.limits.wait_max_s
+        assert all(lease_s <= most_s + 2 * READ_S for _, lease_s, _ in node.peers.leased)
+
+
+class TestPlaces:
+    def test_a_block_has_one_place_in_all_tiers_though_what_was_before_it_is_gone(self, make):
+        node = make()
+        chain = Chain(node, 4)
+        store = node.store
+        store.put(chain.space, chain.keys, chain.blocks)
+        store.store.discard(chain.space, chain.keys[:2], Cause.DELETED)
+        store.run(store.store.demotion.demote(chain.space, chain.keys[2:], NVME, evict=False))
+
+        for key in chain.keys[2:]:
+            places = {(tier.replicas[key].partition, tier.replicas[key].position) for tier in chain.space.spaces}
+            assert len(places) == 1
+        store.advance(1.0)
+        assert store.run(node.cluster.telling.compare(1.0)) == 0
+
+    def test_what_was_here_before_the_cluster_is_announced_too(self, make):
+        node = make(is_started=False)
+        node.close()
+        store = node.store
+        chain = Chain(node, 3)
+        store.put(chain.space, chain.keys, chain.blocks)
+        store.store.listeners.pop()
+        for key in chain.keys:
+            chain.space.dram.replicas[key].partition = -1
+
+        late = Node(store)
+        store.advance(1.0)
+
+        assert [replica.partition >= 0 for replica in chain.space.dram.replicas.values()] == [True] * 3
+        assert store.run(late.cluster.telling.compare(1.0)) == 0
+        assert sum(len(message.names) for message in late.peers.asked if isinstance(message, Announce)) or (
+            late.cluster.directory.blocks
+        )
+        late.close()
+        assert store.table.tiers[DRAM].replicas == 3

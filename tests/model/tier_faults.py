@@ -239,13 +239,13 @@ FAULTS = [
     ),
     Fault(
         "what arrives too late is loaded",
-        "promotion.py",
+        "loads.py",
         "        if arrival_s > load_s:\n            break\n",
         "",
     ),
     Fault(
         "what is computed sooner is loaded",
-        "promotion.py",
+        "loads.py",
         "        if not block_s or arrival_s <= (position + 1 - first) * block_s:\n",
         "        if True:\n",
     ),
@@ -394,8 +394,8 @@ STORE_FAULTS = [
     Fault(
         "a load is left alone by who began it",
         "promotion.py",
-        "                    self._own.let_go(load.source.replica)\n            self._settle()\n",
-        "                    pass\n            self._settle()\n",
+        "                    self._own.let_go(load.source.replica)\n                if load.source.offer is not None:\n",
+        "                    pass\n                if load.source.offer is not None:\n",
     ),
     Fault(
         "loads go over the quota",

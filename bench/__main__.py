@@ -1,4 +1,4 @@
-"""`python -m bench local|tiers|rdma|amplification|policies|directory|cluster-trace|codec`: figures beside floors."""
+"""`python -m bench local|tiers|rdma|cluster|...`: figures beside floors; `--help` says what there is."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench import amplification, cluster_trace, codec, directory, local, policies, rdma, tiers
+from bench import amplification, cluster, cluster_trace, codec, directory, local, policies, rdma, tiers
 from bench.measure import Figure
 from kvstore.transport.rdma.topology import has_devices
 
@@ -69,6 +69,23 @@ def rdma_command(
       make vm-shell CMD=".venv/bin/python -m bench rdma --binding ibverbs"
     """
     _report(rdma.run(set(names or ()), binding), set(names or ()) if has_devices() else set(), as_json=as_json)
+
+
+@app.command(name="cluster")
+def cluster_command(
+    names: Names = None,
+    *,
+    nodes: Annotated[int, typer.Option(min=3, help="Node processes.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Several nodes and etcd on this machine: gets from other nodes, and what killed nodes cost; three minutes.
+
+    \b
+    Examples:
+      python -m bench cluster
+      python -m bench cluster remote_get_1m_b64 directory_lost_1 --nodes 5 --json
+    """
+    _report(cluster.run(set(names or ()), cluster.Sizes(nodes=nodes)), set(names or ()), as_json=as_json)
 
 
 @app.command(name="amplification")

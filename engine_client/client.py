@@ -307,6 +307,11 @@ class Client(AsyncOperating):
 
     # Connecting.
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether a call would go out at once."""
+        return self._current is not None and self._is_of_use(*self._current)
+
     async def _connected(self) -> tuple[Link, Replies]:
         current = self._current
         if current is not None and self._is_of_use(*current):
@@ -348,6 +353,8 @@ class Client(AsyncOperating):
                 pulls.take_over(replies)
             for opening in self._openings:
                 await self._run(opening(link), link, replies)
+            if self._is_closed:  # meanwhile
+                raise ConnectFailed(f"{self.address}: this client was closed")
         except BaseException:
             self._hang_up(link, replies)
             raise
@@ -368,7 +375,7 @@ class Client(AsyncOperating):
             except BaseException:
                 door.close()
                 raise
-        return Link(welcome, shared, self._verify)
+        return Link(welcome, shared, self._verify, is_open=lambda: replies.lost is None)
 
     def _disconnect(self) -> None:
         current, self._current = self._current, None

@@ -1,6 +1,8 @@
 """What one node asks of another about blocks: keep these, let me have their bytes."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from engine_client.remote_reads import CROSSOVER_BYTES, MOST_TRIES, mend, read_held
 from engine_client.steps import Call, Link, Operation, Post, Rejoin, Work, milliseconds
@@ -10,6 +12,31 @@ from kvstore.errors import NotFound, PeerLost, ProtocolError, StaleLease
 from kvstore.packed import pack_keys, unpack_u64
 from kvstore.prefix import Namespace
 from kvstore.types import BlockKey
+from kvstore.wire_cluster import (
+    Announce,
+    Announced,
+    Discard,
+    Discarded,
+    Examine,
+    Examined,
+    Fill,
+    Filled,
+    Locate,
+    Located,
+    Vacate,
+    Vacated,
+)
+
+Reply = TypeVar("Reply", bound=wire.Message)
+
+ANSWERS: dict[type[wire.Message], type[wire.Message]] = {
+    Announce: Announced,
+    Locate: Located,
+    Fill: Filled,
+    Discard: Discarded,
+    Vacate: Vacated,
+    Examine: Examined,
+}
 
 
 class Numbers:
@@ -24,7 +51,7 @@ class Numbers:
         if self._link is not link:
             self._link, self._numbers = link, {}
         if root not in self._numbers:
-            reply = yield Call(lambda number: wire.Open(number, "", namespace))
+            reply = _expected((yield Call(lambda number: wire.Open(number, "", namespace))), wire.Opened)
             if reply.root != root:
                 raise NotFound("the other node has another secret for this tenant")
             self._numbers[root] = int(reply.number)
@@ -35,12 +62,13 @@ def hold(
     link: Link, number: int, keys: Sequence[BlockKey], lease_s: float, load_s: float
 ) -> Operation[wire.Acquired | None]:
     """A lease on the longest prefix of `keys` that the other node has, or loads from its own tiers in time."""
-    reply: wire.Acquired = yield Call(
+    call = Call(
         lambda request: wire.Acquire(
             request, number, pack_keys(keys), milliseconds(lease_s), load_ms=milliseconds(load_s)
         ),
         wait_s=load_s,
     )
+    reply = _expected((yield call), wire.Acquired)
     if not reply.lease_id:
         return None
     counts = {len(unpack_u64(column)) for column in (reply.sizes, reply.checksums, reply.slab_ids, reply.offsets)}
@@ -85,8 +113,8 @@ def _read(link: Link, held: wire.Acquired, start: int, views: Sequence[memoryvie
 def _deliver(link: Link, number: int, keys: Sequence[BlockKey], views: Sequence[memoryview]) -> Operation[list[int]]:
     """Over the connection."""
 
-    def places(reply: wire.Acquired) -> Sequence[memoryview]:
-        sizes = unpack_u64(reply.sizes)
+    def places(reply: wire.Message) -> Sequence[memoryview]:
+        sizes = unpack_u64(_expected(reply, wire.Acquired).sizes)
         if len(sizes) > len(views) or any(size != len(view) for size, view in zip(sizes, views, strict=False)):
             raise ProtocolError("blocks of other sizes than their lease says")
         return views[: len(sizes)]
@@ -111,5 +139,19 @@ def report(link: Link, number: int, key: BlockKey) -> Operation[None]:
 
 def about(link: Link, call: Call) -> Operation[wire.Message]:
     """The reply to a request about the cluster."""
-    reply: wire.Message = yield call
+    asked: list[type[wire.Message]] = []
+
+    def request(number: int) -> wire.Message:
+        message = call.request(number)
+        asked.append(type(message))
+        return message
+
+    reply = yield replace(call, request=request)
+    return _expected(reply, ANSWERS[asked[-1]])
+
+
+def _expected(reply: Any, kind: type[Reply]) -> Reply:
+    """Whatever another node answers, this one goes on."""
+    if not isinstance(reply, kind):
+        raise ProtocolError(f"an answer of {type(reply).__name__}, where {kind.__name__} belongs")
     return reply

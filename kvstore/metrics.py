@@ -80,7 +80,7 @@ METRICS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "cairn_cluster_dropped_copies_total": ("counter", (), "Copies dropped since their stripe was hot no more."),
     "cairn_cluster_short_blocks_total": ("counter", (), "Blocks found to have fewer copies than was asked for."),
     "cairn_cluster_reads_per_second": ("gauge", (), "Blocks that others read of the 16 hottest stripes here."),
-    "cairn_cluster_member_latency_seconds": ("gauge", ("member",), "How long a member takes to give a lease."),
+    "cairn_cluster_member_latency_seconds": ("gauge", ("member",), "How long a lease takes to get; 0: not known."),
     "cairn_cluster_member_read_bytes_total": ("counter", ("member",), "Bytes of blocks that came from a member."),
     "cairn_cluster_member_read_bytes_per_second": ("gauge", ("member",), "How fast they come while they do."),
     "cairn_cluster_member_failures_total": ("counter", ("member",), "Requests to a member that failed."),

@@ -77,15 +77,16 @@ class Promotion:
     def is_loading(self, replica: Replica) -> bool:
         return replica in self._loading
 
-    def begin(self, space: OpenNamespace, keys: Sequence[BlockKey], load_s: float, tokens_per_s: float) -> int:
+    def begin(self, space: OpenNamespace, keys: Sequence[BlockKey], load_s: float, tokens_per_s: float,
+              parent: BlockKey | None = None) -> int:  # fmt: skip
         """Begin to load what of a prefix is in other tiers only; how many blocks are on their way then.
 
         Cut off are those that would not be here within `load_s`, that can be computed sooner at `tokens_per_s`
-        (0: unknown), or for which there is no room.
+        (0: unknown), or for which there is no room. `parent` is the key before the first.
         """
         if not self._paths and self._hbm is None:
             return 0
-        wanted, first, end = self._wanted(space, keys)
+        wanted, first, end = self._wanted(space, keys, parent)
         wanted = wanted[: self._fitting(wanted, space.tenant.name)]
         block_s = space.namespace.block_tokens / tokens_per_s if tokens_per_s else 0.0
         count = worthwhile(wanted, first, self._paths, self._clock.now(), load_s=load_s, block_s=block_s)
@@ -106,7 +107,9 @@ class Promotion:
             self._spawn(self._run(space, job))
         return len(loads)
 
-    def _wanted(self, space: OpenNamespace, keys: Sequence[BlockKey]) -> tuple[list[tuple[int, Source]], int, int]:
+    def _wanted(
+        self, space: OpenNamespace, keys: Sequence[BlockKey], before: BlockKey | None
+    ) -> tuple[list[tuple[int, Source]], int, int]:
         """(Position, source) of each part that a lower tier has and DRAM has not, up to the first that nobody has;
         the position of the first block that is not all here, and of the first that cannot be."""
         found: list[tuple[int, Source]] = []
@@ -117,7 +120,8 @@ class Promotion:
                 wanted = part_of(space, key, part)
                 if wanted in space.dram.replicas:
                     continue
-                parent = part_of(space, keys[position - 1], part) if position else None
+                above = keys[position - 1] if position else before
+                parent = part_of(space, above, part) if above is not None else None
                 source = self._source(space, wanted, parent)
                 if source is None or source.size > largest or len(found) == BEGUN_BLOCKS:
                     return found, first, position

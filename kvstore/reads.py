@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from kvstore.catalogue import OpenNamespace
 from kvstore.clock import Clock
+from kvstore.errors import InvalidRequest
 from kvstore.holds import Holds, Lease
 from kvstore.intake import Intake, Limits, part_of
 from kvstore.promotion import Promotion
@@ -102,6 +103,7 @@ class Reads:
         With `enough` it ends as soon as so many blocks are here. Cancelled, it holds nothing.
         """
         self._intake.check_batch(space, keys)
+        check_parent(space, parent)
         started = self._clock.now()
         wait_until = started + min(wait_s, self._limits.wait_max_s)
         load_until = started + min(load_s, self._limits.wait_max_s)
@@ -110,7 +112,10 @@ class Reads:
             finding = await self.finder.find(space, keys, parent, load_until, origin)
         try:
             await self._come(
-                space, keys, wait_until, load_until, tokens_per_s=tokens_per_s, layers=layers, enough=enough
+                *(space, keys, parent, wait_until, load_until),
+                tokens_per_s=tokens_per_s,
+                layers=layers,
+                enough=enough,
             )
         finally:
             if finding is not None:
@@ -121,17 +126,19 @@ class Reads:
         self, space: OpenNamespace, keys: Sequence[BlockKey], parent: BlockKey | None, load_s: float
     ) -> int:
         """Begin to load what of these blocks lower tiers or other nodes have; how many are on their way."""
+        check_parent(space, parent)
         finding = None
         load_s = min(load_s, self._limits.wait_max_s)
         if self.finder is not None:
             finding = await self.finder.find(space, keys, parent, self._clock.now() + load_s)
         try:
-            return self._promotion.begin(space, keys, load_s, 0.0)
+            return self._promotion.begin(space, keys, load_s, 0.0, parent)
         finally:
             if finding is not None:
                 finding.close()
 
-    async def _come(self, space: OpenNamespace, keys: Sequence[BlockKey], wait_until: float, load_until: float, *,
+    async def _come(self, space: OpenNamespace, keys: Sequence[BlockKey], parent: BlockKey | None,
+                    wait_until: float, load_until: float, *,
                     tokens_per_s: float, layers: int, enough: int) -> None:  # fmt: skip
         """Until nothing of the chain, or of its first `enough` blocks, is on its way any more, or it is too late."""
         rounds = 0
@@ -139,7 +146,7 @@ class Reads:
         while True:
             now = self._clock.now()
             if rounds < ROUNDS and now < load_until:
-                rounds += bool(self._promotion.begin(space, keys, load_until - now, tokens_per_s))
+                rounds += bool(self._promotion.begin(space, keys, load_until - now, tokens_per_s, parent))
             blocked = self._blocked(space, waited, layers)
             if blocked is None:
                 return
@@ -230,3 +237,9 @@ class Reads:
             if replica is not None and replica.state is State.ALLOCATED:
                 return replica.key
         return None
+
+
+def check_parent(space: OpenNamespace, parent: BlockKey | None) -> None:
+    """Raises InvalidRequest for what is no key of the namespace."""
+    if parent is not None and len(parent) != space.key_bytes:
+        raise InvalidRequest(f"keys of this namespace have {space.key_bytes} bytes")

@@ -27,15 +27,10 @@ def make_cluster(node: "Node") -> Cluster:
     settings = config.cluster
     endpoints, prefix = coordinators(settings.coordinator)
     addresses = node.addresses
-    address = addresses["tcp"]
-    if settings.advertise:
-        host, port = host_port(settings.advertise)
-        scheme, _, own = address.partition("://")
-        address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port or own.rpartition(':')[2]}"
     member = Member(
         name=config.node.name,
         epoch=node.epoch,
-        address=address,
+        address=advertised(addresses["tcp"], settings.advertise or config.node.tcp_listen),
         rest=addresses.get("rest", ""),
         capacity_bytes=config.tiers.dram.capacity,
         transports=("tcp", "rdma") if node.rdma.ports else ("tcp",),
@@ -62,6 +57,13 @@ def make_cluster(node: "Node") -> Cluster:
     )
     lost.append(cluster)
     return cluster
+
+
+def advertised(address: str, listen: str) -> str:
+    """`address` of this node as others reach it: at the host of `listen`, and at its port unless that is 0."""
+    host, port = host_port(listen)
+    scheme, _, own = address.partition("://")
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port or own.rpartition(':')[2]}"
 
 
 async def tell_of_trouble(cluster: Cluster) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore import wire
 from kvstore.catalogue import OpenNamespace
 from kvstore.cluster.overview import Overview
-from kvstore.errors import InvalidRequest, NotFound, Rejected
+from kvstore.errors import Forbidden, InvalidRequest, NotFound, Rejected
 from kvstore.explain import explain, listed_row
 from kvstore.types import NVME, OBJECT, BlockKey, Cause
 from kvstore.wire_cluster import MOST_COPIES, Nodes, Replicate, Replicated, Roster, Whereabout, Whereabouts
@@ -56,6 +56,8 @@ class OperatorRequests:
     def _overview(self) -> Overview:
         if self._session.cluster is None:
             raise InvalidRequest("this node is in no cluster: cluster.coordinator")
+        if self._session.is_peer:
+            raise InvalidRequest("another node asks for what is here, and sees the whole by itself")
         return Overview(self._session.cluster)
 
     def _space(self, number: int) -> OpenNamespace:
@@ -205,6 +207,8 @@ class OperatorRequests:
         return Whereabout(request.id, await self._overview().whereabouts(space, keys, parent))
 
     async def _replicate(self, request: Replicate) -> wire.Message:
+        if not self.tenant.may_write:
+            raise Forbidden(f"tenant {self.tenant.name} may only read")
         space = self._space(request.namespace)
         keys = keys_of(space, request.keys)
         if not 1 <= request.copies <= MOST_COPIES:

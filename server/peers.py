@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from engine_client import peer_reads
+from engine_client.address import tls_context
 from engine_client.client import Client
 from engine_client.peer_reads import Numbers
 from engine_client.steps import Call, Link, Operation
@@ -14,7 +15,7 @@ from kvstore import wire
 from kvstore.catalogue import OpenNamespace
 from kvstore.cluster.links import Lease
 from kvstore.cluster.members import Member
-from kvstore.errors import DeadlineExceeded, NotFound, PeerLost, StoreError
+from kvstore.errors import ConnectFailed, DeadlineExceeded, NotFound, PeerLost, StoreError
 from kvstore.message import Message
 from kvstore.packed import unpack_u64
 from kvstore.tasks import Tasks
@@ -44,6 +45,7 @@ class Peer:
     member: Member
     client: Client
     numbers: Numbers
+    connecting: "asyncio.Future[None] | None" = None  # for all who wait for a connection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +61,16 @@ class Manner:
 
 
 class PeerLinks:
-    """`lost` is called with the name of a member to which a connection broke."""
+    """`lost` is called with the name of a member to which a connection broke. Raises ConfigError for `ca_file`."""
 
     def __init__(self, manner: Manner, lost: Callable[[str], None], crashed: Callable[[BaseException], None]) -> None:
         self._manner = manner
         self._lost = lost
         self._tasks = Tasks(crashed)
         self._peers: dict[tuple[str, str], Peer] = {}  # by member and tenant
+        self._is_closed = False
+        if manner.ca_file:
+            tls_context(manner.ca_file)  # a wrong one is told at once
 
     async def ask(self, member: Member, request: Callable[[int], Message], within_s: float) -> Any:
         peer = self._peer(member, ABOUT_THE_CLUSTER)
@@ -115,11 +120,14 @@ class PeerLinks:
             self._tasks.spawn(self._peers.pop(key).client.aclose())
 
     async def aclose(self) -> None:
+        self._is_closed = True
         peers, self._peers = list(self._peers.values()), {}
         await asyncio.gather(*(peer.client.aclose() for peer in peers))
         await self._tasks.aclose()
 
     def _peer(self, member: Member, tenant: str) -> Peer:
+        if self._is_closed:
+            raise ConnectFailed(f"{member.name}: this node hung up on all others")
         peer = self._peers.get((member.name, tenant))
         if peer is not None and (peer.member.epoch, peer.member.address) != (member.epoch, member.address):
             self.close(member.name)
@@ -143,9 +151,34 @@ class PeerLinks:
     async def _within(self, peer: Peer, within_s: float, begin: Callable[[Link], Operation[Result]]) -> Result:
         try:
             async with asyncio.timeout(within_s):
-                return await peer.client.run(begin)
+                await self._connected(peer)
+                return await peer.client.run(lambda link: _at(peer.member, link, begin))
         except TimeoutError as error:
             raise DeadlineExceeded(f"{peer.member.name} did not answer in {within_s} s") from error
+
+    async def _connected(self, peer: Peer) -> None:
+        """One connects for all who ask meanwhile; it goes on when they wait no more, and would else never end."""
+        if peer.client.is_connected:
+            return
+        connecting = peer.connecting
+        if connecting is None or connecting.done():
+            connecting = peer.connecting = asyncio.get_running_loop().create_future()
+            self._tasks.spawn(self._connect(peer, connecting))
+        await asyncio.wait([connecting])
+        connecting.result()
+
+    async def _connect(self, peer: Peer, connecting: "asyncio.Future[None]") -> None:
+        failure: StoreError = PeerLost("this node hung up on all others")
+        try:
+            await peer.client.connect()
+        except StoreError as error:
+            failure = error
+        else:
+            connecting.set_result(None)
+        finally:
+            if not connecting.done():
+                connecting.set_exception(failure)
+                connecting.exception()  # looked at: nobody may wait for it any more
 
     def _post(self, peer: Peer, begin: Callable[[Link], Operation[None]]) -> None:
         async def post() -> None:
@@ -154,3 +187,11 @@ class PeerLinks:
 
         work: Coroutine[Any, Any, None] = post()
         self._tasks.spawn(work)
+
+
+def _at(member: Member, link: Link, begin: Callable[[Link], Operation[Result]]) -> Operation[Result]:
+    """PeerLost when another node, or another start of it, is at the member's address by now."""
+    welcome = link.welcome
+    if (welcome.node, welcome.epoch) != (member.name, member.epoch):
+        raise PeerLost(f"at {member.address} there is {welcome.node}, epoch {welcome.epoch}, not {member.name}")
+    return (yield from begin(link))

@@ -25,7 +25,12 @@ class Holdings:
         self._catalogue: Catalogue = store.catalogue
         self._announcer = announcer
         self._copies: dict[int, Block] = {}  # by name: blocks that others have too, and that go first
-        self._restored: list[Replica] = []
+        self._restored = [
+            replica
+            for space in store.table.spaces()
+            for replica in space.replicas.values()
+            if replica.state is State.WRITTEN and replica.partition < 0
+        ]
         self.adrift = 0
         self.stored: Callable[[OpenNamespace, Replica], None] = lambda space, replica: None
 
@@ -40,7 +45,7 @@ class Holdings:
                 self._went(event.replica)
 
     def take_up_restored(self) -> Iterator[int]:
-        """Announce what an earlier start left, a step at a time: all of it is there by now, parents too."""
+        """Announce what an earlier start left, or was here before this, a step at a time: parents are there by now."""
         restored, self._restored = self._restored, []
         for at, replica in enumerate(restored):
             if replica.state is State.WRITTEN and replica.partition < 0:
@@ -76,6 +81,15 @@ class Holdings:
         return name_of(space.root, key), tiers
 
     # Copies.
+
+    def pulled(self, replica: Replica, place: Place) -> None:
+        """It comes from a node that has it, and is about to be committed."""
+        space = self._catalogue.of_number(replica.space.number)
+        assert space is not None, "namespaces are never closed"
+        same = self._anywhere(space, replica.key)
+        is_known = same is not None and same.partition >= 0
+        replica.partition, replica.position = (same.partition, same.position) if same and is_known else place
+        self.copied(replica)
 
     def copied(self, replica: Replica) -> None:
         """It was pulled from a node that has it."""

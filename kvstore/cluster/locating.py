@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvstore.catalogue import OpenNamespace
 from kvstore.clock import Clock
-from kvstore.cluster.directory import Directory
+from kvstore.cluster.directory import HOLDERS_MOST, Directory
 from kvstore.cluster.homes import Homes
 from kvstore.cluster.links import Links
 from kvstore.cluster.members import Member, View
@@ -153,6 +153,8 @@ class Locating:
     def _understood(self, reply: Located, count: int) -> list[Holders]:
         """Holders by name, of living members only. Raises ProtocolError for what makes no sense."""
         members = self._view().members
+        if len(reply.holdings) > count or any(len(packed) > HOLDING.size * HOLDERS_MOST for packed in reply.holdings):
+            raise ProtocolError(f"{len(reply.holdings)} holdings of {count} blocks, or too many holders")
         holdings: list[Holders] = [NOBODY]
         try:
             for packed in reply.holdings:

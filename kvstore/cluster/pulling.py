@@ -7,7 +7,6 @@ waits for a block waits for its load. A holder that fails is left alone for a wh
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 
@@ -19,10 +18,12 @@ from kvstore.cluster.holdings import Holdings
 from kvstore.cluster.links import Lease, Links
 from kvstore.cluster.locating import NOBODY, Holders, Locating, Place, place_after, place_of
 from kvstore.cluster.members import View
+from kvstore.cluster.offers import Finding, Kept, Offer, Origin
 from kvstore.cluster.routes import Routes
-from kvstore.errors import InvalidRequest, StoreError, TransportError
+from kvstore.errors import StoreError, TransportError
 from kvstore.intake import part_of
 from kvstore.metrics import Counters
+from kvstore.reads import check_parent
 from kvstore.table import Replica
 from kvstore.types import DRAM, KEY_BYTES, BlockKey
 from kvstore.wire_cluster import TIER_BITS
@@ -31,72 +32,9 @@ READ_S = 5.0  # a holder has so long for one job, and a lease is kept for so lon
 LEAST_LEASE_S = 0.2  # a holder has at least so long to answer, or a third of the reader's patience
 GUESSED_BYTES = 256 << 10  # of a block, where its namespace does not say
 TRIES = 3  # holders that are asked for a run
+FIND_SHARE = 0.75  # of a reader's patience, in which blocks are found; in the rest they come
 PARTS_AT_ONCE = 16  # of a block that are looked for; a namespace may say that it has 65,535
 KNOWN_HOLDER = TIER_BITS[DRAM]
-
-
-@dataclass(slots=True, eq=False)
-class Kept:
-    """A lease at a peer, and how many need it: the reader that found it, and the loads that run."""
-
-    lease: Lease
-    links: Links
-    users: int = 1
-
-    def leave(self) -> None:
-        self.users -= 1
-        if not self.users:
-            self.links.release(self.lease)
-
-
-@dataclass(slots=True, eq=False)
-class Offer:
-    """A block (part) that a peer keeps for this node."""
-
-    kept: Kept
-    at: int  # in the lease
-    size: int
-    place: Place
-    holders: Holders
-    tried: set[str] = field(default_factory=set)
-
-    def take(self) -> None:
-        """A load needs it: until `leave`."""
-        self.kept.users += 1
-
-    def leave(self) -> None:
-        self.kept.leave()
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a run is known to be, and its first block's place: nobody has to be asked."""
-
-    holder: str
-    place: Place
-
-
-class Finding:
-    """What a reader found. Closed when the reader waits no more; loads that run keep what they need."""
-
-    def __init__(self, offers: dict[tuple[int, BlockKey], Offer]) -> None:
-        self._all = offers
-        self._mine: dict[tuple[int, BlockKey], Offer] = {}
-        self._kept: list[Kept] = []
-
-    def add(self, space: OpenNamespace, kept: Kept, offers: Sequence[tuple[BlockKey, Offer]]) -> None:
-        self._kept.append(kept)
-        for key, offer in offers:
-            self._mine[space.number, key] = self._all[space.number, key] = offer
-
-    def close(self) -> None:
-        for key, offer in self._mine.items():
-            if self._all.get(key) is offer:
-                del self._all[key]
-        self._mine.clear()
-        for kept in self._kept:
-            kept.leave()
-        self._kept.clear()
 
 
 class Pulling:
@@ -113,7 +51,7 @@ class Pulling:
         self._random = random
         self._clock = clock
         self._counters = counters
-        self._offers: dict[tuple[int, BlockKey], Offer] = {}
+        self._offers: dict[tuple[int, BlockKey], list[Offer]] = {}  # several readers may have found a block
         self.reading = Bandwidth()
         self.retried_blocks = 0
 
@@ -121,7 +59,8 @@ class Pulling:
 
     def offer(self, space: OpenNamespace, key: BlockKey) -> Offer | None:
         """Of a block that some reader found."""
-        return self._offers.get((space.number, key))
+        offers = self._offers.get((space.number, key))
+        return offers[-1] if offers else None
 
     def arrived(self, replica: Replica, offer: Offer) -> None:
         """Its bytes are in place and verified; it is about to be committed."""
@@ -144,13 +83,13 @@ class Pulling:
 
     async def find(self, space: OpenNamespace, keys: Sequence[BlockKey], parent: BlockKey | None, until: float,
                    origin: Origin | None = None) -> Finding:  # fmt: skip
-        """Have what this node lacks of a run of a chain kept by those who have it, as far as it is found by `until`.
-        The caller closes what it gets. Raises InvalidRequest."""
-        _check_parent(space, parent)
+        """Have what this node lacks of a run of a chain kept by those who have it, as far as it is found well before
+        `until`. The caller closes what it gets. Raises InvalidRequest."""
+        check_parent(space, parent)
         finding = Finding(self._offers)
         try:
             with suppress(TimeoutError):
-                async with asyncio.timeout(until - self._clock.now()):
+                async with asyncio.timeout(FIND_SHARE * (until - self._clock.now())):
                     await self._find_parts(finding, space, keys, parent, until, origin)
         except BaseException:
             finding.close()
@@ -159,7 +98,7 @@ class Pulling:
 
     async def reach(self, space: OpenNamespace, keys: Sequence[BlockKey], parent: BlockKey | None) -> int:
         """How many of a chain's blocks this node or others have, from the first; all parts of each. InvalidRequest."""
-        _check_parent(space, parent)
+        check_parent(space, parent)
         matched = len(keys)
         for part in range(space.namespace.parts):
             wanted = [part_of(space, key, part) for key in keys[:matched]]
@@ -214,7 +153,7 @@ class Pulling:
             places = _places(space, keys, origin.place)
             found: Sequence[Holders] = [{origin.holder: KNOWN_HOLDER}] * (len(keys) - first)
         else:
-            place = place_of(space, keys[first], keys[first - 1] if first else parent)
+            place = place_of(space, keys, first, parent)
             if place is None:
                 return first
             places = [place] * first + _places(space, keys[first:], place)
@@ -276,7 +215,8 @@ class Pulling:
         lease_s = max(until - now, 0.0) + 2 * READ_S
         try:
             async with asyncio.timeout(patience_s):
-                lease = await self._links.lease(member, space, keys, lease_s=lease_s, load_s=patience_s / 2)  # and half for the way
+                load_s = patience_s / 2  # and half for the way
+                lease = await self._links.lease(member, space, keys, lease_s=lease_s, load_s=load_s)
         except TimeoutError:
             self._routes.failed(node, "did not answer in time")
             return None
@@ -381,11 +321,6 @@ def _may_be(space: OpenNamespace, size: int) -> bool:
     """Whether a block of this namespace may have so many bytes."""
     expected = space.namespace.block_bytes
     return size == expected if expected else size > 0
-
-
-def _check_parent(space: OpenNamespace, parent: BlockKey | None) -> None:
-    if parent is not None and len(parent) != space.key_bytes:
-        raise InvalidRequest(f"keys of this namespace have {space.key_bytes} bytes")
 
 
 def _spans(positions: Sequence[int]) -> list[range]:

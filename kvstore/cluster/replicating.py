@@ -96,6 +96,8 @@ class Replicating:
         """Have more copies of what is hot made, and let go of copies that are hot no more, until it is cancelled."""
         while True:
             await asyncio.sleep(ROUND_S)
+            if self._fills.locked():
+                continue  # what was begun before is not done yet
             now = self._clock.now()
             hottest = self._heat.hottest(HOT_STRIPES, now)
             stripes = [await self._sight(cast(Block, block), rate) for block, rate in hottest]

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +18,16 @@ from kvstore.cluster.homes import Homes
 from kvstore.cluster.links import Links
 from kvstore.cluster.locating import Locating, Place
 from kvstore.cluster.members import Member, View
-from kvstore.cluster.pulling import Origin, Pulling
+from kvstore.cluster.naming import PARTITIONS, STRIPE_BLOCKS
+from kvstore.cluster.offers import Origin
+from kvstore.cluster.probing import Probing
+from kvstore.cluster.pulling import Pulling
 from kvstore.cluster.replicating import Replicating
 from kvstore.cluster.replication import HeatPolicy
 from kvstore.cluster.replication import Place as Spot
 from kvstore.cluster.routes import Routes
 from kvstore.cluster.telling import DIGEST_S, Telling
-from kvstore.errors import ConnectFailed, InvalidRequest, NamespaceMismatch, NotFound, Rejected, StoreError
+from kvstore.errors import ConnectFailed, InvalidRequest, NamespaceMismatch, NotFound, Rejected
 from kvstore.intake import part_of
 from kvstore.message import Message
 from kvstore.packed import unpack_keys
@@ -47,9 +51,8 @@ from kvstore.wire_cluster import (
 )
 
 JOIN_AGAIN_S = 1.0
-PROBE_S = 1.0
-PROBE_PAUSES_S = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5)
 COMPARE_S = 8.0
+DISCARD_STEP_BLOCKS = 64
 SWEEP_BLOCKS = 4096
 FILL_LEASE_S = 1.0
 
@@ -85,9 +88,11 @@ class Cluster:
         self._announcer = Announcer(me.name, me.epoch)
         self.rooms: dict[str, tuple[int, Announced]] = {}  # what each member said last, and in which epoch
         self._join_trouble = ""
-        self._probing: set[str] = set()
+        self._is_untidy = asyncio.Event()
         self.holdings = Holdings(store, self._announcer)
         self.routes = Routes(me.name, me.labels, clock)
+        self.probing = Probing(coordinator, links, self.routes, clock, view=lambda: self.view, tasks=self._tasks)
+        self.lost = self.probing.lost
         self.locating = Locating(
             *(me.name, self.directory, links, self.routes, clock), view=lambda: self.view, homes=lambda: self._homes
         )
@@ -104,7 +109,7 @@ class Cluster:
             tasks=self._tasks,
             random=random,
             heard=self._heard,
-            lost=self._lost,
+            lost=self.probing.failed,
         )
         self.replicating = Replicating(
             *(me.name, store, self.holdings, self.locating, links),
@@ -138,6 +143,8 @@ class Cluster:
             self.replicating.keep_behind,
         ):
             self._tasks.spawn(job())
+        if not self.store.demotion.is_paused:  # it was recovered before this began to listen, or has no disk
+            await self.recovered()
 
     async def aclose(self) -> None:
         """Leave, and hang up."""
@@ -181,7 +188,7 @@ class Cluster:
                 self.directory.forget(name, member.epoch)
                 self.links.close(name)
                 self.rooms.pop(name, None)
-                self._tasks.spawn(self._sweep())
+                self._is_untidy.set()
         serving = [name for name, member in view.members.items() if member.condition == "serving"]
         self._homes = self._homes.changed(serving or view.members)
         epochs = {name: member.epoch for name, member in view.members.items()}
@@ -190,61 +197,31 @@ class Cluster:
         self.telling.poke()
 
     async def _keep_tidy(self) -> None:
-        """Drop what came late for partitions that have another home by now."""
+        """Take away what is forgotten, and what came late for partitions that have another home by now."""
         while True:
-            await asyncio.sleep(DIGEST_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(DIGEST_S):
+                    await self._is_untidy.wait()
+            self._is_untidy.clear()
             self.directory.keep(self._is_home)
+            has_more = True
+            while has_more:
+                has_more = self.directory.sweep(SWEEP_BLOCKS)
+                await asyncio.sleep(0)
 
     def _is_home(self, partition: int) -> bool:
         return self._homes.home(partition) == self.me.name
 
-    async def _sweep(self) -> None:
-        has_more = True
-        while has_more:
-            has_more = self.directory.sweep(SWEEP_BLOCKS)
-            await asyncio.sleep(0)
-
-    def lost(self, name: str) -> None:
-        """A connection to a member broke: is it still there?"""
-        member = self.view.members.get(name)
-        if member is not None and name not in self._probing:
-            self._probing.add(name)
-            self._tasks.spawn(self._probe(member))
-
-    async def _probe(self, member: Member) -> None:
-        """Ask until it answers, or is known to be gone: where a process ends, its last connections still open."""
-        try:
-            for pause_s in PROBE_PAUSES_S:
-                await asyncio.sleep(pause_s)
-                try:
-                    await self.links.ask(member, lambda number: Locate(number, b"", b""), PROBE_S)
-                except StoreError as error:
-                    if self._lost(member, error):
-                        return
-                else:
-                    self.routes.answered(member.name, 0.0)
-                    return
-        finally:
-            self._probing.discard(member.name)
-
-    def _lost(self, member: Member, error: StoreError) -> bool:
-        """It did not answer. Whether it is gone: nobody listens at its address any more."""
-        self.routes.failed(member.name, str(error))
-        is_gone = isinstance(error, ConnectFailed) and isinstance(error.__cause__, ConnectionRefusedError)
-        if is_gone:
-            self._tasks.spawn(self._coordinator.report_dead(member.name, member.epoch))
-        return is_gone
-
     def _heard(self, name: str, reply: Announced) -> None:
         member = self.view.members.get(name)
         if member is not None:
-            self.rooms[name] = member.epoch, reply
+            self.rooms[name] = member.epoch, msgspec.structs.replace(reply, sole=b"", shared=b"", differing=b"")
 
     def _spots(self, *, is_to_stay: bool) -> dict[str, Spot]:
         """Who has room for how much, of the members that said so."""
         spots = {}
         for name, (epoch, said) in self.rooms.items():
-            if self.view.has(name, epoch):
+            if self.view.has(name, epoch) and self.routes.may_ask(name):
                 member = self.view.members[name]
                 free_bytes = said.room[0] if is_to_stay else said.room[1]
                 spots[name] = Spot(name, free_bytes, said.load, member.labels, member.condition == "draining")
@@ -277,6 +254,8 @@ class Cluster:
         if not self.view.has(request.node, request.epoch):
             raise Rejected(f"{request.node}, epoch {request.epoch}, is no member as seen from {self.me.name}", 0.1)
         reply = self.directory.apply(request)
+        if request.is_first:
+            self._is_untidy.set()
         tier = self.store.table.tiers[DRAM]
         capacity_bytes = tier.pool.slab_bytes * len(tier.pool.slabs)
         free_bytes = max(capacity_bytes - tier.used_bytes, 0)
@@ -292,6 +271,10 @@ class Cluster:
         )
 
     async def _fill(self, request: Fill) -> Filled:
+        if not (0 <= request.partition < PARTITIONS and 0 <= request.position < STRIPE_BLOCKS):
+            raise InvalidRequest(f"no place {request.partition}, {request.position} in the directory")
+        if self.is_draining:
+            raise Rejected("this node is being emptied, and takes no blocks")
         space = self.known(request.tenant, request.namespace, request.name)
         keys = unpack_keys(request.keys, space.key_bytes)
         origin = Origin(request.holder, Place(request.partition, request.position))
@@ -324,7 +307,10 @@ class Cluster:
             except NamespaceMismatch:
                 return self.store.open(tenant, namespace.root(tenant.name, tenant.secret).hex(), namespace)
 
-    def _discard(self, request: Discard) -> Discarded:
+    async def _discard(self, request: Discard) -> Discarded:
+        """What is here now, in small steps: others are served meanwhile."""
+        if request.whole and self.store.demotion.is_paused:
+            raise Rejected("it is not known yet what lies on the disk: ask again")
         try:
             space = self.store.catalogue.of_fields(self._tenant(request.tenant), request.namespace)
         except NotFound:
@@ -332,7 +318,12 @@ class Cluster:
         keys = unpack_keys(request.keys, space.key_bytes)
         if request.whole:
             keys = list(dict.fromkeys(key for tier_space in space.spaces for key in tier_space.replicas))[::-1]
-        return Discarded(request.id, *self.store.discard(space, keys, Cause.DELETED))
+        blocks = freed_bytes = 0
+        for start in range(0, len(keys), DISCARD_STEP_BLOCKS):
+            counts = self.store.discard(space, keys[start : start + DISCARD_STEP_BLOCKS], Cause.DELETED)
+            blocks, freed_bytes = blocks + counts[0], freed_bytes + counts[1]
+            await asyncio.sleep(0)
+        return Discarded(request.id, blocks, freed_bytes)
 
     async def _vacated(self, request: Vacate) -> Vacated:
         return Vacated(request.id, *await self.vacate())

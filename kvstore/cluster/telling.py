@@ -78,7 +78,10 @@ class Telling:
                 homes = sorted(self._view().members)
                 for home in homes:
                     self._begin(home, is_digest=True)
-                return sum(await asyncio.gather(*(self._busy[home] for home in homes if home in self._busy)))
+                busy = [self._busy[home] for home in homes if home in self._busy]
+                if busy:
+                    await asyncio.wait(busy)  # which leaves them to others when this is cancelled
+                return sum(future.result() for future in busy)
         except TimeoutError:
             return len(self._busy) + self._scans
 

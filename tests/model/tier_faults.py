@@ -394,8 +394,8 @@ STORE_FAULTS = [
     Fault(
         "a load is left alone by who began it",
         "promotion.py",
-        "                    self._own.let_go(load.source.replica)\n                if load.source.offer is not None:\n",
-        "                    pass\n                if load.source.offer is not None:\n",
+        "let_go(load.source.replica)\n                if load.source.offer is not None:\n",
+        "table\n                if load.source.offer is not None:\n",
     ),
     Fault(
         "loads go over the quota",

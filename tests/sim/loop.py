@@ -8,6 +8,7 @@ With one seed for all randomness a run is the same every time, so a failure is i
 import asyncio
 import selectors
 import traceback
+import warnings
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
 from contextvars import Context, ContextVar, copy_context
@@ -15,6 +16,10 @@ from typing import Any
 
 MOST_TURNS = 100_000  # of the loop in which no time passes: it is in a circle
 BEGIN_S, MOST_S = 1000.0, 1000.0  # of virtual time, from its beginning to where something did not end
+
+
+class Crashed(Exception):
+    """Somebody's invariant is broken; nothing that comes after it means anything."""
 
 
 class SimulatedFuture(asyncio.Future[Any]):
@@ -125,6 +130,8 @@ class _NoIo(selectors.SelectSelector):
         assert timeout is not None, "deadlock: every task waits, and no timer is set"
         assert self.loop is not None
         self._turns = 0 if timeout > 0 else self._turns + 1
+        if self.loop.crash:
+            raise Crashed(self.loop.crash)
         assert self._turns < MOST_TURNS, "livelock: the loop turns, and no time passes"
         self.loop.seconds += max(0.0, timeout)
         assert self.loop.seconds < BEGIN_S + MOST_S, "it does not end"
@@ -139,7 +146,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         selector.loop = self
         self.numbers = 0
         self.buried: list[asyncio.Task[Any]] = []
-        self.errors: list[str] = []  # what nobody caught
+        self.crash = ""  # what nobody caught: the run ends
         self.set_task_factory(_made_task)
         self.set_exception_handler(_note_error)
 
@@ -188,7 +195,8 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         waiting = sorted(asyncio.all_tasks(self), key=lambda task: task.number)
         for task in [*self.buried, *waiting]:
             task._log_destroy_pending = False
-            with suppress(RuntimeError, AssertionError, ValueError):
+            with suppress(RuntimeError, AssertionError, ValueError), warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)  # some were never begun
                 coro = task.get_coro()
                 if isinstance(coro, Coroutine | Generator):
                     coro.close()
@@ -209,7 +217,7 @@ def _note_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> Non
     assert isinstance(loop, SimulatedLoop)
     error = context.get("exception")
     story = "".join(traceback.format_exception(error)) if isinstance(error, BaseException) else ""
-    loop.errors.append(f"{context.get('message')}: {story}")
+    loop.crash = loop.crash or f"{context.get('message')}: {story}"
 
 
 async def until(condition: Callable[[], bool], step_s: float) -> None:

@@ -11,12 +11,14 @@ from typing import Any
 
 from kvstore import wire
 from kvstore.catalogue import Catalogue, OpenNamespace
+from kvstore.clock import Clock
 from kvstore.cluster.announcer import Announcer
 from kvstore.cluster.directory import Directory
 from kvstore.cluster.homes import Homes
 from kvstore.cluster.locating import Locating, Place, stripes_of
 from kvstore.cluster.members import Member, View
 from kvstore.cluster.naming import names_of, partition_of
+from kvstore.cluster.routes import Routes
 from kvstore.message import Message
 from kvstore.replica import Space
 from kvstore.types import DRAM, KEY_BYTES, BlockKey
@@ -95,7 +97,7 @@ class Crowd:
             told += sum(partition in anew for partition in self._blocks[name].values())
         return len(moved), told // len(self.names), took_s
 
-    async def locate(self, random: Random) -> tuple[Direct, int, float]:
+    async def locate(self, random: Random, clock: Clock) -> tuple[Direct, int, float]:
         """(What was sent, blocks found, seconds) of `LOCATES` chains that somebody has."""
         links = Direct(self.directories)
         found = 0
@@ -104,9 +106,7 @@ class Crowd:
             me = random.choice(self.names)
             chain = random.choice(self.chains)
             locating = Locating(
-                me,
-                self.directories[me],
-                links,
+                *(me, self.directories[me], links, Routes(me, {}, clock), clock),
                 view=lambda: self.view,
                 homes=lambda: self.homes,
             )
@@ -140,7 +140,7 @@ def row(count: int, seed: int) -> Sequence[float]:
     crowd = Crowd(count, random)
 
     async def located(loop: SimulatedLoop) -> tuple[Direct, int, float]:
-        return await crowd.locate(random)
+        return await crowd.locate(random, loop)
 
     links, found, took_s = run(located)
     messages = crowd.put(crowd.names[0], some_chain(random))

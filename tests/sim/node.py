@@ -3,6 +3,7 @@
 import asyncio
 import traceback
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from contextvars import Context
 from dataclasses import replace
 from itertools import count
@@ -174,7 +175,7 @@ class SimulatedNode:
 
     def drain_filling(self) -> None:
         if self.is_up and self.is_ready:
-            self.process.call(self.store.end, self._filling)
+            self.process.call(lambda: self.store.end(self._filling))
 
     # In its process.
 
@@ -252,7 +253,7 @@ class SimulatedNode:
 
     def _crashed(self, error: BaseException | None) -> None:
         story = "".join(traceback.format_exception(error)) if error is not None else ""
-        self.world.crashes.append(f"{self.name} crashed: {story}")
+        self.world.loop.crash = self.world.loop.crash or f"{self.name} crashed: {story}"
 
     def session(self, *, is_peer: bool) -> Session:
         tenant = replace(TENANT, may_write=not is_peer)
@@ -315,7 +316,6 @@ class World:
         self.room = Room(lambda: room_random.uniform(0.0, 0.05))
         self.copies = self.random.choice((0.0, 0.1, 0.5, 1.0))
         self.stores: list[Store] = []
-        self.crashes: list[str] = []
         self.nodes: dict[str, SimulatedNode] = {}
         for name in (f"n{number}" for number in range(nodes)):
             self.nodes[name] = SimulatedNode(self, name, slabs, folder / name if folder is not None else None)
@@ -327,13 +327,14 @@ class World:
 
     async def ready(self) -> None:
         """Until all nodes are up and serve."""
-        await until(lambda: bool(self.crashes) or all(node.is_ready for node in self.nodes.values()), 0.01)
+        await until(lambda: all(node.is_ready for node in self.nodes.values()), 0.01)
 
-    async def aclose(self) -> None:
+    def close(self) -> None:
         """Give their memory back, dead or alive."""
         for node in self.nodes.values():
             node.kill()
         for store in self.stores:
             store.exports.close()
-            await store.dram.aclose()
+            with suppress(StopIteration):
+                store.dram.aclose().send(None)
             store.copier.close()

@@ -1,5 +1,9 @@
 """Five real nodes that are one pool: what is put on one is got on every other, copied, located, and drained."""
 
+import contextlib
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -8,9 +12,10 @@ import pytest
 
 from engine_client.blocking import BlockingClient
 from tests.system import net
+from tests.system.cairn_process import REPO, clean_environ
 from tests.system.cluster import NAMES, Cluster, Prompts, etcd_or_skip
 from tests.system.net import Net
-from tests.system.nodes import content, namespace, until
+from tests.system.nodes import content, free_port, namespace, until
 
 TENANTS = {
     "node.unix_tenant": "",
@@ -22,6 +27,7 @@ TENANTS = {
     "tenants.1.token": "token-of-tenant-two",
     "tenants.1.secret": "secret-of-tenant-two",
 }
+PORTS = 12  # of five nodes and etcd
 prompts = count(1)
 
 
@@ -195,3 +201,45 @@ def test_what_a_tenant_has_is_nobody_elses_on_any_node(tmp_path: Path) -> None:
             client.close()
     finally:
         cluster.close()
+
+
+def test_scripts_start_five_nodes_on_one_host_and_stop_them(tmp_path: Path) -> None:
+    etcd_or_skip()
+    cairn = tmp_path / "cairn"
+    cairn.write_text(f'#!/bin/sh\nPYTHONPATH={REPO} exec {sys.executable} -m server.cli "$@"\n')
+    cairn.chmod(0o700)
+    environ = clean_environ(CAIRN=str(cairn), CAPACITY="32MiB")
+    scripts, folder = REPO / "deploy" / "cluster", tmp_path / "five"
+
+    def run(*command: object) -> subprocess.CompletedProcess[str]:
+        words = [str(word) for word in command]
+        return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=90, check=False)
+
+    try:
+        started = run(scripts / "start.sh", folder, free_ports(PORTS))
+        assert started.returncode == 0, started.stderr
+        assert all(name in started.stdout for name in NAMES)
+        address = f"unix://{folder}/n3/n3.sock"
+        with BlockingClient(address) as client, BlockingClient(f"unix://{folder}/n5/n5.sock") as other:
+            assert Prompts(client, "load").put(1) == 8
+            reader = Prompts(other, "load")
+            until(lambda: reader.has(1), "n5 to get what n3 has")
+        checked = run(cairn, "check", "--cluster", "--address", address)
+        assert checked.returncode == 0, checked.stdout
+        again = run(scripts / "start.sh", folder)
+        assert again.returncode == 1
+        assert "runs already" in again.stderr
+    finally:
+        stopped = run(scripts / "stop.sh", folder)
+    assert stopped.returncode == 0, stopped.stderr
+    assert not list(folder.glob("*.pid"))
+
+
+def free_ports(count: int) -> int:
+    """The first of so many in a row."""
+    while True:
+        first = free_port() // 2
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                probes.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first

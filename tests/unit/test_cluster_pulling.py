@@ -1,192 +1,39 @@
 """Blocks of other nodes, whatever those say and whenever they fall silent: no wrong bytes, nothing kept too long."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from random import Random
-from typing import Any
+from collections.abc import Iterator
+from typing import cast
 
 import pytest
 
-from kvstore.catalogue import OpenNamespace
+from engine_client import peer_reads
+from engine_client.steps import Call, Link
+from kvstore import wire
 from kvstore.cluster import pulling
-from kvstore.cluster.directory import Directory
-from kvstore.cluster.in_process import Room
-from kvstore.cluster.links import Lease
-from kvstore.cluster.locating import Place, stripes_of
 from kvstore.cluster.members import Member
 from kvstore.cluster.naming import PARTITIONS, partition_of
 from kvstore.cluster.pulling import LEAST_LEASE_S, READ_S
-from kvstore.cluster.service import Cluster, Options
+from kvstore.cluster.window import Window
 from kvstore.copier import checksum
-from kvstore.errors import DeadlineExceeded, InvalidRequest
+from kvstore.errors import DeadlineExceeded, InvalidRequest, ProtocolError
 from kvstore.message import Message
 from kvstore.packed import pack_keys
 from kvstore.prefix import Namespace, part_key
 from kvstore.types import DRAM, NVME, BlockKey, Cause
 from kvstore.wire_cluster import Announce, Announced, Fill, Locate, Located
-from tests.tiered_store import OWNER, TieredStore, block_of, chain_keys, tiered_stores
-
-SIZE = 1000
-Make = Callable[..., "Node"]
+from tests.peer_doubles import SIZE, Chain, Make, Node, clusters
+from tests.tiered_store import OWNER, block_of, chain_keys
 
 
-class Peers:
-    """Other nodes, as `Links`: what they hold, and what they do about it."""
-
-    def __init__(self) -> None:
-        self.directory = Directory()
-        self.blocks: dict[str, dict[BlockKey, bytes]] = {}
-        self.leases: list[Lease] = []
-        self.leased: list[tuple[str, float, float]] = []  # every lease that was asked for: node, lease_s, load_s
-        self.asked: list[Message] = []
-        self.reports = 0
-        self.read_from: list[str] = []
-        self.sizes: Callable[[list[int]], list[int]] = lambda sizes: sizes
-        self.reply: Callable[[Member, Message], Message | None] = lambda member, message: None
-        self.before_lease: Callable[[Member, float], Any] = nothing
-        self.before_read: Callable[[Member], Any] = nothing
-
-    async def ask(self, member: Member, request: Callable[[int], Message], within_s: float) -> Any:
-        message = request(1)
-        self.asked.append(message)
-        await asyncio.sleep(0)
-        reply = self.reply(member, message)
-        if reply is not None:
-            return reply
-        if isinstance(message, Announce):
-            return self.directory.apply(message)
-        assert isinstance(message, Locate)
-        return self.directory.locate(message)
-
-    async def lease(
-        self, member: Member, space: OpenNamespace, keys: Sequence[BlockKey], *, lease_s: float, load_s: float
-    ) -> Lease | None:
-        self.leased.append((member.name, lease_s, load_s))
-        await self.before_lease(member, load_s)
-        blocks = self.blocks.get(member.name, {})
-        here = []
-        for key in keys:
-            if key not in blocks:
-                break
-            here.append(key)
-        if not here:
-            return None
-        sizes = self.sizes([len(blocks[key]) for key in here])
-        lease = Lease(member, space, tuple(here), sizes, [checksum(blocks[key]) for key in here], None)
-        self.leases.append(lease)
-        return lease
-
-    async def read(self, lease: Lease, start: int, views: Sequence[memoryview], within_s: float) -> list[int]:
-        self.read_from.append(lease.member.name)
-        await self.before_read(lease.member)
-        found = []
-        for key, view in zip(lease.keys[start:], views, strict=False):
-            block = self.blocks[lease.member.name][key]
-            view[:] = block[: len(view)]
-            found.append(checksum(view))
-        return found
-
-    def report(self, lease: Lease, key: BlockKey) -> None:
-        self.reports += 1
-
-    def release(self, lease: Lease) -> None:
-        self.leases.remove(lease)
-
-    def close(self, name: str) -> None:
-        pass
-
-    async def aclose(self) -> None:
-        pass
-
-
-async def nothing(*_: Any) -> None:
-    pass
-
-
-class Node:
-    """A node of a cluster with members b and c, which are doubles."""
-
-    def __init__(self, store: TieredStore, *, is_started: bool = True) -> None:
-        self.store = store
-        self.peers = Peers()
-        self.crashes: list[BaseException] = []
-        self.room = Room()
-        self.others = {name: Member(name=name, epoch=1, address=f"tcp://{name}:1") for name in ("b", "c")}
-        self.seats = {name: self.room.coordinator() for name in self.others}
-        for name, member in self.others.items():
-            store.run(self.seats[name].join(member, lambda view: None))
-        self.cluster: Cluster = store.call(self._made)
-        if is_started:
-            self.start()
-
-    def _made(self) -> Cluster:
-        return Cluster(
-            *(Member(name="a", epoch=1, address="tcp://a:1"), self.store.store, self.room.coordinator(), self.peers),
-            tenant=self.store.tenants.__getitem__,
-            options=Options(),
-            random=Random(1).random,
-            clock=self.store.loop,
-            crashed=self.crashes.append,
-        )
-
-    def start(self) -> None:
-        self.store.run(self.cluster.start())
-        self.store.advance(0.1)
-
-    def close(self) -> None:
-        self.store.run(self.cluster.aclose())
-        assert self.crashes == []
-        assert self.peers.leases == []
-
-    def has(self, name: str, space: OpenNamespace, keys: Sequence[BlockKey], blocks: Sequence[bytes]) -> None:
-        """Another node has these, a chain from its first block, and its homes know."""
-        self.peers.blocks.setdefault(name, {}).update(zip(keys, blocks, strict=True))
-        self.told(name, space, keys)
-
-    def told(self, name: str, space: OpenNamespace, keys: Sequence[BlockKey], tiers: int = 2) -> None:
-        from kvstore.cluster.batches import pack
-        from kvstore.cluster.naming import names_of
-
-        partitions = []
-        for stripe in stripes_of(space.root, keys, Place(partition_of(space.root, keys[0]), 0)):
-            partitions += [stripe.partition] * (stripe.end - stripe.start)
-        for directory in (self.cluster.directory, self.peers.directory):
-            known = directory._nodes.get(name)
-            directory.apply(
-                Announce(
-                    *(0, name, 1, known.sequence + 1 if known else 1, known is None, b""),
-                    *(pack("H", partitions), pack("Q", names_of(space.root, keys)), bytes([tiers] * len(keys))),
-                )
-            )
-
-    def get(self, space: OpenNamespace, keys: Sequence[BlockKey], **how: Any) -> list[bytes]:
-        return self.store.get(space, keys, **how)
+class OneByOne(Window):
+    def may_start(self, size_bytes: int, now: float) -> bool:
+        return not self.in_flight_bytes
 
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    nodes: list[Node] = []
-    with tiered_stores() as made:
-
-        def node(*, is_started: bool = True, **settings: Any) -> Node:
-            nodes.append(Node(made(**settings), is_started=is_started))
-            return nodes[-1]
-
-        yield node
-        for one in nodes:
-            one.store.settle()
-            one.close()
-
-
-class Chain:
-    """Blocks of one prompt, which others have."""
-
-    def __init__(self, node: Node, blocks: int, *names: str, size: int = SIZE) -> None:
-        self.space = node.store.open()
-        self.keys = chain_keys(self.space, range(blocks))
-        self.blocks = [block_of(key, size) for key in self.keys]
-        for name in names:
-            node.has(name, self.space, self.keys, self.blocks)
+    with clusters() as made:
+        yield made
 
 
 class TestPull:
@@ -212,6 +59,50 @@ class TestPull:
         assert node.get(chain.space, chain.keys) == chain.blocks
         assert node.peers.leases == []
 
+    def test_a_run_in_the_middle_of_a_chain_hangs_on_what_is_before_it(self, make):
+        node = make()
+        chain = Chain(node, 6, "b")
+        assert node.get(chain.space, chain.keys[:2]) == chain.blocks[:2]
+
+        lease = node.store.run(
+            node.store.store.reads.acquire(
+                *(OWNER, chain.space, chain.keys[2:]),
+                lease_s=1.0,
+                wait_s=0.0,
+                layers=0,
+                load_s=1.0,
+                parent=chain.keys[1],
+            )
+        )
+
+        assert node.store.read(lease) == chain.blocks[2:]
+        assert chain.space.dram.replicas[chain.keys[2]].parent == chain.keys[1]
+
+    def test_what_one_reader_found_stays_when_another_who_found_it_too_goes(self, make):
+        node = make()
+        chain = Chain(node, 2, "b")
+        find = node.cluster.pulling.find
+        findings = [node.store.run(find(chain.space, chain.keys, None, node.store.loop.seconds + 9.0)) for _ in "12"]
+
+        findings[1].close()
+        assert node.cluster.pulling.offer(chain.space, chain.keys[0]) is not None
+        findings[0].close()
+        assert node.cluster.pulling.offer(chain.space, chain.keys[0]) is None
+
+    def test_what_was_found_is_loaded_though_another_holder_hangs(self, make):
+        node = make()
+        chain = Chain(node, 4, "b")
+        node.has("c", chain.space, chain.keys[:2], chain.blocks[:2])
+        node.told("b", chain.space, chain.keys[:2], tiers=0)
+
+        async def hang(member: Member, load_s: float) -> None:
+            if member.name == "b":
+                await asyncio.sleep(60.0)
+
+        node.peers.before_lease = hang
+
+        assert node.get(chain.space, chain.keys, load_s=0.2) == chain.blocks[:2]
+
 
 class TestLies:
     def test_a_block_of_no_bytes_is_none(self, make):
@@ -233,32 +124,35 @@ class TestLies:
         assert node.get(space, keys) == []
         assert node.store.store.promotion.is_idle
 
-    def test_a_home_that_answers_something_else_knows_of_nothing(self, make):
-        node = make()
-        chain = Chain(node, 40, "b")
-        node.peers.reply = lambda member, message: Announced(1, 7) if isinstance(message, Locate) else None
-
-        found = node.get(chain.space, chain.keys)
-
-        assert found == chain.blocks[: len(found)]
-
     def test_an_answer_with_more_holders_than_it_may_name_makes_no_sense(self, make):
         node = make()
-        chain = Chain(node, 40, "b")
-        flood = Located(1, ("b",), (b"\0\0\2" * 100_000,), b"\1\0" * 32)
+        home = node.cluster._homes.home
+        chains = (Chain(node, 2, "b", start=start) for start in range(64))
+        chain = next(chain for chain in chains if home(partition_of(chain.space.root, chain.keys[0])) == "b")
+        flood = Located(1, ("b",), (b"\0\0\2" * 100_000,), b"\1\0" * 2)
         node.peers.reply = lambda member, message: flood if isinstance(message, Locate) else None
 
-        found = node.get(chain.space, chain.keys)
+        assert node.get(chain.space, chain.keys) == []
 
-        assert found == chain.blocks[: len(found)]
+    @pytest.mark.parametrize("reply", [wire.Done(1), Announced(1, 7)])
+    def test_an_answer_to_something_else_is_refused(self, reply):
+        link = cast(Link, None)
+        for operation in (
+            peer_reads.about(link, Call(lambda number: Locate(number, b"", b""))),
+            peer_reads.hold(link, 1, [], 1.0, 1.0),
+            peer_reads.Numbers().of(link, b"", Namespace(model="m", dtype="u8", layout="x", block_tokens=1, layers=1)),
+        ):
+            call = next(operation)
+            assert isinstance(call, Call)
+            call.request(1)
+            with pytest.raises(ProtocolError):
+                operation.send(reply)
 
     @pytest.mark.parametrize("place", [(PARTITIONS, 0), (-1, 0), (0, 32), (0, -1)])
     def test_a_fill_with_a_place_that_there_is_not_is_refused(self, make, place):
         node = make()
         chain = Chain(node, 2, "b")
-        fill = Fill(
-            *(1, "red", "of 1", chain.space.namespace, pack_keys(chain.keys), b"", *place, "b", 1000, True)
-        )
+        fill = Fill(*(1, "red", "of 1", chain.space.namespace, pack_keys(chain.keys), b"", *place, "b", 1000, True))
 
         async def filled() -> Message:
             answer = node.cluster.handle(fill)
@@ -282,6 +176,25 @@ class TestParts:
             )
         with pytest.raises(InvalidRequest):
             node.store.run(node.cluster.pulling.reach(space, keys, BlockKey(b"x")))
+
+    def test_a_parent_that_is_no_key_is_refused_of_who_asks_no_other_node_too(self, make):
+        node = make()
+        space = node.store.open(parts=2)
+        keys = chain_keys(space, range(1))
+        acquire = node.store.store.reads.acquire
+
+        with pytest.raises(InvalidRequest):
+            node.store.run(
+                acquire(
+                    *(OWNER, space, keys),
+                    lease_s=1.0,
+                    wait_s=0.0,
+                    layers=0,
+                    load_s=1.0,
+                    parent=BlockKey(b"x"),
+                    alone=True,
+                )
+            )
 
     def test_of_many_parts_no_more_are_asked_about_than_can_be_there(self, make):
         node = make()
@@ -352,8 +265,7 @@ class TestSilence:
             raise DeadlineExceeded("no answer")
 
         node.peers.before_read = hang
-        path = node.cluster.routes._paths["b"]
-        path.window.may_start = lambda size, now: not path.window.in_flight_bytes  # type: ignore[method-assign]
+        node.cluster.routes._paths["b"].window = OneByOne(1, 1)
 
         async def reads() -> None:
             await asyncio.gather(*(node.cluster.pulling.read(space, [block]) for block in offered))

@@ -111,7 +111,7 @@ class Bench:
     # Gets and questions.
 
     def remote_get(self, shape: Shape) -> Figure:
-        """Whole chains that only another node has, evicted again after each get, by turns with a bare socket."""
+        """Whole chains that another node has, evicted again after each get, by turns with a bare socket."""
         name, blocks, block_bytes, target = shape
         targets = buffers(blocks, block_bytes)
         with (
@@ -133,7 +133,7 @@ class Bench:
         ratio = statistics.median(floor / value for value, floor in pairs)
         value, floor = (statistics.median(spans) for spans in zip(*pairs, strict=True))
         note = (
-            f"{blocks} x {block_bytes >> 10} KiB that only another node has, by a client of a Unix socket, verified;"
+            f"{blocks} x {block_bytes >> 10} KiB that another node has, by a client of a Unix socket, verified;"
             f" floor: recv_into from a bare process, the best of {FLOORS}"
         )
         return Figure(name, value, "us", floor, ratio, max(pairs)[0], target, is_ratio=True, note=note)
@@ -187,7 +187,7 @@ class Bench:
             holder.empty()
         note = (
             f"{self.sizes.readers} clients of {len(nodes)} nodes read {self.sizes.hot} MiB, each from its own; floor:"
-            f" all over TCP from the one holder; {busy_spread:.0%} and {busy_alone:.0%} of {os.cpu_count()} cores were busy"
+            f" all over TCP from its holder; of {os.cpu_count()} cores {busy_spread:.0%} and {busy_alone:.0%} were busy"
         )
         return Figure("hot_prefix", spread, "GB/s", alone, spread / alone, None, 2.5, is_ratio=True, note=note)
 

@@ -31,7 +31,7 @@ from kvstore.wire_cluster import TIER_BITS
 READ_S = 5.0  # a holder has so long for one job, and a lease is kept for so long beyond its reader's patience
 LEAST_LEASE_S = 0.2  # a holder has at least so long to answer, or a third of the reader's patience
 GUESSED_BYTES = 256 << 10  # of a block, where its namespace does not say
-TRIES = 3  # holders that are asked for a run
+TRIES = 3  # holders that are asked for a block
 FIND_SHARE = 0.75  # of a reader's patience, in which blocks are found; in the rest they come
 PARTS_AT_ONCE = 16  # of a block that are looked for; a namespace may say that it has 65,535
 KNOWN_HOLDER = TIER_BITS[DRAM]
@@ -179,8 +179,10 @@ class Pulling:
         """Leases on a run, at one holder or, where that has less than was thought, at the next. `holders` are those of
         the last so many keys."""
         start, node, offset = run.start, run.holder, len(keys) - len(holders)
-        tried: set[str] = set()
-        for _ in range(TRIES):
+        tried: set[str] = set()  # for block `start`
+        tries = 0
+        while tries < TRIES:
+            tries += 1
             tried.add(node)
             lease = await self._lease(space, node, keys[start : run.end], until)
             if lease is not None:
@@ -190,7 +192,8 @@ class Pulling:
                     for at, size in enumerate(takewhile(partial(_may_be, space), lease.sizes))
                 ]
                 finding.add(space, kept, offers)
-                start += len(offers)
+                if offers:  # who lacked the blocks before may have the next
+                    start, tries, tried = start + len(offers), 0, {node}
             if start == run.end:
                 return
             other = self._other(holders[start - offset], tried, 0)

@@ -215,6 +215,7 @@ class Cluster:
     def _heard(self, name: str, reply: Announced) -> None:
         member = self.view.members.get(name)
         if member is not None:
+            self.routes.answered(name, 0.0)
             self.rooms[name] = member.epoch, msgspec.structs.replace(reply, sole=b"", shared=b"", differing=b"")
 
     def _spots(self, *, is_to_stay: bool) -> dict[str, Spot]:

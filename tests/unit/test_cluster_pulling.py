@@ -78,6 +78,14 @@ class TestPull:
         assert node.store.read(lease) == chain.blocks[2:]
         assert chain.space.dram.replicas[chain.keys[2]].parent == chain.keys[1]
 
+    def test_who_lacks_the_first_blocks_of_a_run_is_asked_for_those_after_them(self, make):
+        node = make()
+        chain = Chain(node, 4, "b")
+        node.has("c", chain.space, chain.keys[:1], chain.blocks[:1])
+        del node.peers.blocks["b"][chain.keys[0]]
+
+        assert node.get(chain.space, chain.keys) == chain.blocks
+
     def test_what_one_reader_found_stays_when_another_who_found_it_too_goes(self, make):
         node = make()
         chain = Chain(node, 2, "b")

@@ -60,13 +60,16 @@ class At:
         until(lambda: self.has(keys), f"{self.name} to find a chain")
 
     def until_held(self, keys: Sequence[BlockKey], holding: Sequence["At"]) -> None:
-        """The directory says that these have all of a chain, and this node none of it."""
+        """The directory says that these have all of a chain, and this node none of it: what came to it is evicted."""
         expected = {at.name for at in holding}
         found: list[set[str]] = []
 
         def is_so() -> bool:
             found[:] = [set(holders) for holders in self.client.whereabouts(self.space, keys)]
-            return all(holders >= expected and self.name not in holders for holders in found)
+            if any(self.name in holders for holders in found):
+                self.forget(keys)
+                return False
+            return all(holders >= expected for holders in found)
 
         until(is_so, f"the directory to say that {expected} have a chain", found)
 

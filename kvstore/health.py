@@ -11,6 +11,7 @@ class Health:
     """One direction (reading or writing) of one tier. `reason` is what failed last, empty while all is well."""
 
     tolerance: int = 0  # failures in a row that say nothing of the medium
+    longest_pause_s: float = LONGEST_PAUSE_S
     reason: str = ""
     failures: int = 0  # ever
     _in_a_row: int = 0
@@ -33,7 +34,7 @@ class Health:
             return False
         if now >= self._resume_at:
             self._resume_at = now + self._pause_s
-            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            self._pause_s = min(2 * self._pause_s, self.longest_pause_s)
         self.reason = reason
         return was_well
 

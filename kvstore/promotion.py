@@ -100,7 +100,8 @@ class Promotion:
         try:
             loads = self._allocate(space, [source for _, source in wanted[:count]])
         finally:
-            for replica in present:
+            for replica in reversed(present):
+                self._table.touch(replica)  # nor before its end is here
                 self._own.let_go(replica)
         self._settle()
         for job in jobs_of(loads):

@@ -16,6 +16,7 @@ DISTANCE_S = (0.0, 0.00005, 0.0002, 0.001)  # by `members.distance`: what a fart
 NVME_LATENCY_S = 0.0001  # of a random read of a data-centre disk
 NVME_S_PER_BYTE = 1 / 3e9  # such a disk reads 3 GB/s, and its holder does so before it sends
 HBM_S_PER_BYTE = 1 / 20e9  # down over PCIe, before it is sent
+LONGEST_PAUSE_S = 5.0  # that a member which failed is not asked: it may be the only one that has something
 CONSIDERED_HOLDERS = 16  # of a block: more would let the work of a read grow with the cluster
 LEAST_RUN_BYTES = 4 << 20  # a stripe is not shared by holders in smaller pieces: requests have their price
 
@@ -29,7 +30,7 @@ class Route:
     distance: int = len(DISTANCE_S) - 1
     latency_s: float = 0.0
     reading: Bandwidth = field(default_factory=Bandwidth)
-    health: Health = field(default_factory=Health)
+    health: Health = field(default_factory=lambda: Health(longest_pause_s=LONGEST_PAUSE_S))
 
     @property
     def inflight_bytes(self) -> int:

@@ -18,16 +18,17 @@ REPORT_AGAIN_S = 10.0  # a member that objected to its death is not reported aga
 
 
 class Probing:
-    """`view` says who is a member at present."""
+    """`view` says who is a member at present; `gone` hears of members whose process is known to be gone."""
 
     def __init__(self, coordinator: Coordinator, links: Links, routes: Routes, clock: Clock, *,
-                 view: Callable[[], View], tasks: Tasks) -> None:  # fmt: skip
+                 view: Callable[[], View], tasks: Tasks, gone: Callable[[Member], None]) -> None:  # fmt: skip
         self._coordinator = coordinator
         self._links = links
         self._routes = routes
         self._clock = clock
         self._view = view
         self._tasks = tasks
+        self._gone = gone
         self._probing: set[str] = set()
         self._reported: dict[tuple[str, int], float] = {}  # starts of members that were said to be dead: when
 
@@ -64,6 +65,7 @@ class Probing:
             self._probing.discard(member.name)
 
     def _report(self, member: Member) -> None:
+        self._gone(member)
         now = self._clock.now()
         self._reported = {start: at for start, at in self._reported.items() if now - at < REPORT_AGAIN_S}
         if (member.name, member.epoch) not in self._reported:

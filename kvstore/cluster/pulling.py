@@ -58,9 +58,9 @@ class Pulling:
     # For Promotion.
 
     def offer(self, space: OpenNamespace, key: BlockKey) -> Offer | None:
-        """Of a block that some reader found."""
-        offers = self._offers.get((space.number, key))
-        return offers[-1] if offers else None
+        """Of a block that some reader found, and that there is somebody left to read from."""
+        offers = self._offers.get((space.number, key), ())
+        return next((offer for offer in reversed(offers) if not offer.tried.issuperset(offer.holders)), None)
 
     def arrived(self, replica: Replica, offer: Offer) -> None:
         """Its bytes are in place and verified; it is about to be committed."""

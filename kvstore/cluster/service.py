@@ -91,7 +91,9 @@ class Cluster:
         self._is_untidy = asyncio.Event()
         self.holdings = Holdings(store, self._announcer)
         self.routes = Routes(me.name, me.labels, clock)
-        self.probing = Probing(coordinator, links, self.routes, clock, view=lambda: self.view, tasks=self._tasks)
+        self.probing = Probing(
+            *(coordinator, links, self.routes, clock), view=lambda: self.view, tasks=self._tasks, gone=self._gone
+        )
         self.lost = self.probing.lost
         self.locating = Locating(
             *(me.name, self.directory, links, self.routes, clock), view=lambda: self.view, homes=lambda: self._homes
@@ -195,6 +197,12 @@ class Cluster:
         self.telling.tell_again(self._announcer.homes_changed(self._homes, epochs))
         self.directory.keep(self._is_home)
         self.telling.poke()
+
+    def _gone(self, member: Member) -> None:
+        """Its process is gone. While nobody can be told, do without it: whoever has a connection to it does the same."""
+        if self._coordinator.trouble and self.view.has(member.name, member.epoch):
+            others = {name: other for name, other in self.view.members.items() if name != member.name}
+            self._seen(View(self.view.revision, others))
 
     async def _keep_tidy(self) -> None:
         """Take away what is forgotten, and what came late for partitions that have another home by now."""

@@ -86,6 +86,41 @@ class TestPull:
 
         assert node.get(chain.space, chain.keys) == chain.blocks
 
+    def test_a_block_that_its_only_holder_has_damaged_is_read_once(self, make):
+        node = make()
+        chain = Chain(node, 2, "b")
+        damaged = chain.keys[1]
+        reads: list[int] = []
+        read = node.cluster.pulling.read
+
+        async def counted(space, blocks):
+            reads.append(len(blocks))
+            return await read(space, blocks)
+
+        async def damage(member: Member) -> None:
+            node.peers.blocks["b"][damaged] = block_of(damaged, SIZE, version=1)
+
+        node.cluster.pulling.read = counted
+        node.peers.before_read = damage
+
+        assert node.get(chain.space, chain.keys) == chain.blocks[:1]
+        assert reads == [2]
+
+    def test_the_beginning_of_a_prefix_stays_while_its_end_comes(self, make):
+        node = make()
+        chain = Chain(node, 4, "b")
+        assert node.get(chain.space, chain.keys[:2]) == chain.blocks[:2]
+        other = Chain(node, 1, "c", start=40)
+        assert node.get(other.space, other.keys) == other.blocks
+
+        async def make_room(member: Member) -> None:
+            coldest = node.store.table.coldest(DRAM)
+            node.store.store.discard(other.space, [coldest.key], Cause.WATERMARK, DRAM)
+
+        node.peers.before_read = make_room
+
+        assert node.get(chain.space, chain.keys) == chain.blocks
+
     def test_what_one_reader_found_stays_when_another_who_found_it_too_goes(self, make):
         node = make()
         chain = Chain(node, 2, "b")

@@ -188,6 +188,7 @@ class TestHot:
         node = make()
         chain = Chain(node, 64)
         node.store.put(chain.space, chain.keys[:8], chain.blocks[:8])
+
         async def hang(member: Member, message: Message) -> None:
             if isinstance(message, Fill):
                 await asyncio.sleep(FILL_S)

@@ -27,7 +27,8 @@ class Address:
     def __str__(self) -> str:
         if self.path:
             return f"unix://{self.path}"
-        return f"{'tls' if self.tls else 'tcp'}://{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'tls' if self.tls else 'tcp'}://{host}:{self.port}"
 
 
 def parse_address(text: str) -> Address:

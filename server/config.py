@@ -16,6 +16,7 @@ SOCKET_PATH_BYTES: Final = 107  # sockaddr_un holds 108, the last of them zero
 PAGE_BYTES: Final = 4096
 HUGE_PAGE_BYTES: Final = 2 << 20
 LEAST_FRAME_BYTES: Final = 64 << 10
+CLUSTER_FRAME_BYTES: Final = 256 << 10
 LEAST_DISK_SLABS: Final = 4
 TOKEN_CHARACTERS: Final = 16
 YEAR_S: Final = 365 * 86_400
@@ -365,6 +366,8 @@ def _cluster_contradictions(config: Config) -> Iterator[tuple[str, tuple[str, ..
         yield f"a cluster needs a token of at least {TOKEN_CHARACTERS} characters", ("cluster.token",)
     if any(cluster.token in (tenant.token, tenant.read_token) for tenant in config.tenants):
         yield "a tenant may not have the cluster's token", ("cluster.token",)
+    if config.limits.frame_bytes < CLUSTER_FRAME_BYTES:
+        yield "what nodes tell each other takes a frame of 256KiB", ("limits.frame_bytes",)
     if not node.tcp_listen:
         yield "other nodes come by TCP", ("node.tcp_listen", "cluster.coordinator")
     elif not cluster.advertise and host_port(node.tcp_listen)[0] in ("0.0.0.0", "::"):

@@ -31,7 +31,7 @@ RDMA_PORTS = {  # metric: what NodeRdma.port_rows() calls it
     "cairn_rdma_read_bytes_per_second": "bytes_per_s",
     "cairn_rdma_read_seconds": "request_s",
 }
-CLUSTER_COUNTS = {  # metric: what Cluster.numbers() calls it
+CLUSTER_COUNTS = {  # metric: what Overview.numbers() calls it
     "cairn_cluster_members": "members",
     "cairn_cluster_in_touch": "in_touch",
     "cairn_cluster_draining": "draining",
@@ -214,7 +214,7 @@ class Exporter(Collector):
     def _cluster(self) -> Iterator[tuple[str, Samples]]:
         """Of the cluster, where the node is in one."""
         cluster = self._node.cluster
-        told = cluster.numbers() if cluster is not None else {}
+        told = Overview(cluster).numbers() if cluster is not None else {}
         rows = Overview(cluster).roster() if cluster is not None else []
         others = [row for row in rows if cluster is not None and row["name"] != cluster.me.name][:MOST_MEMBERS]
         for metric, name in CLUSTER_COUNTS.items():

@@ -98,8 +98,11 @@ class RemoteClient:
         except BaseException:
             store.puts.abort(owner, request.grant_id, Cause.ABORTED)
             raise
+        copies = session.copies_of(request.grant_id)
         store.puts.commit_verified(owner, request.grant_id, checksums, found, session.path)
         session.upkeep.room_was_taken()
+        if copies is not None:
+            await copies.made()
         down = (number for number, path in enumerate(self.peer.paths.paths) if not path.is_up)
         return Fetched(request.id, tuple(down))
 

@@ -5,7 +5,7 @@ where nothing has to be waited for, else with a coroutine.
 """
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstore import wire
 from kvstore.catalogue import OpenNamespace, Tenant
@@ -31,6 +31,17 @@ Answer = wire.Message | Awaitable[wire.Message]
 WRITES = (wire.Put, wire.Progress, wire.Commit, wire.Offer, wire.Abort, wire.Demote, wire.Evict, wire.Pin, wire.Unpin)
 ADMIN = (wire.SetTier, wire.Check, wire.Drain)
 MOST_WAITING = 32  # acquires of one client; more are answered at once, or its own commits could not be read
+
+
+class Copies(NamedTuple):
+    """Blocks of a commit that is answered once other nodes have them too, or after a while."""
+
+    cluster: Cluster
+    space: OpenNamespace
+    keys: list[BlockKey]
+
+    async def made(self) -> None:
+        await self.cluster.copied(self.space, self.keys)
 
 
 class Session:
@@ -94,9 +105,9 @@ class Session:
     def received(self, receipt: Receipt) -> Answer:
         """The payload is in place: verify and commit it."""
         self.upkeep.room_was_taken()
-        copied = self._waits_for_copies(receipt.grant_id) if receipt.grant_id else None
+        copies = self.copies_of(receipt.grant_id) if receipt.grant_id else None
         reply = complete(self.store, self.owner, receipt, self.path)
-        return reply if copied is None else self._copied(reply, *copied)
+        return reply if copies is None else self._answer_copied(reply, copies)
 
     def refuse(self, receipt: Receipt) -> None:
         """The payload is not what was announced: free its slots."""
@@ -309,12 +320,12 @@ class Session:
     def _commit(self, request: wire.Commit) -> Answer:
         if self.path != "shared":
             raise InvalidRequest("the blocks of a Commit follow it as payload, where memory is not shared")
-        copied = self._waits_for_copies(request.grant_id)
+        copies = self.copies_of(request.grant_id)
         self.store.puts.commit(self.owner, request.grant_id, unpack_u64(request.checksums), self.path)
         reply = wire.Done(request.id)
-        return reply if copied is None else self._copied(reply, *copied)
+        return reply if copies is None else self._answer_copied(reply, copies)
 
-    def _waits_for_copies(self, grant_id: int) -> tuple[Cluster, OpenNamespace, list[BlockKey]] | None:
+    def copies_of(self, grant_id: int) -> Copies | None:
         """What is to be copied before the commit of this grant is answered, if its namespace says so."""
         if self.cluster is None:
             return None
@@ -322,13 +333,11 @@ class Session:
         space = self.store.catalogue.of_number(replicas[0].space.number)
         if space is None or not space.through:
             return None
-        return self.cluster, space, [replica.key for replica in replicas]
+        return Copies(self.cluster, space, [replica.key for replica in replicas])
 
-    async def _copied(
-        self, reply: Answer, cluster: Cluster, space: OpenNamespace, keys: list[BlockKey]
-    ) -> wire.Message:
+    async def _answer_copied(self, reply: Answer, copies: Copies) -> wire.Message:
         committed = await reply if isinstance(reply, Awaitable) else reply
-        await cluster.replicate(space, keys, space.replicas)
+        await copies.made()
         return committed
 
     def leased(self, lease_id: int) -> tuple[Replica, ...]:

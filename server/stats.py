@@ -5,6 +5,7 @@ from typing import Any
 
 from kvstore.bandwidth import Bandwidth
 from kvstore.catalogue import OpenNamespace, Tenant
+from kvstore.cluster.overview import Overview
 from kvstore.cluster.service import Cluster
 from kvstore.store import Store
 from kvstore.table import Tier
@@ -29,7 +30,7 @@ def stats(
         "index": {
             name: numbers for name, numbers in store.exports.describe().items() if tenant.admin or name == tenant.name
         },
-        **({"cluster": cluster.numbers()} if cluster is not None else {}),
+        **({"cluster": Overview(cluster).numbers()} if cluster is not None else {}),
         **({"rdma": rdma.describe("" if tenant.admin else tenant.name)} if rdma is not None else {}),
     }
 

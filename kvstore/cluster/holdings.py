@@ -99,11 +99,16 @@ class Holdings:
         self._copies[name_of(space.root, replica.key)] = space.number, replica.key
 
     def shared(self, packed: bytes, told: dict[int, Block]) -> None:
-        """Others have these blocks, of those that were just told, too: one of the two may go early."""
-        for name in _names(packed):
-            block = told.get(name)
-            replica = self._in_dram(block) if block is not None else None
-            if replica is not None and not replica.is_copy and self._wants_one(replica):
+        """Of the blocks that were just told others have these too: one of the two may go early. Not so the rest."""
+        known = set(_names(packed))
+        for name, block in told.items():
+            replica = self._in_dram(block)
+            if replica is None:
+                continue
+            if name not in known:
+                self._copies.pop(name, None)
+                self._store.table.mark_copy(replica, is_copy=False)
+            elif not replica.is_copy and self._wants_one(replica):
                 self.copied(replica)
 
     def sole(self, packed: bytes) -> None:

@@ -144,3 +144,26 @@ class Overview:
                 }
             )
         return rows
+
+    def numbers(self) -> dict[str, Any]:
+        """What is counted of the cluster here, for stat and metrics."""
+        return {
+            "members": len(self._cluster.view.members),
+            "in_touch": not self._cluster.trouble,
+            "draining": self._cluster.is_draining,
+            "directory_blocks": self._cluster.directory.blocks,
+            "directory_holdings": self._cluster.directory.holdings,
+            "copies": self._cluster.holdings.copies,
+            "copy_bytes": self._cluster.store.table.tiers[DRAM].copy_bytes,
+            "adrift_blocks": self._cluster.holdings.adrift,
+            "locates": self._cluster.locating.requests,
+            "announced_batches": self._cluster.telling.batches,
+            "repaired_partitions": self._cluster.telling.repaired_partitions,
+            "pulled_bytes": self._cluster.pulling.reading.total_bytes,
+            "pulled_bytes_per_second": self._cluster.pulling.reading.bytes_per_s,
+            "retried_blocks": self._cluster.pulling.retried_blocks,
+            "replicated_blocks": self._cluster.replicating.copied_blocks,
+            "dropped_copies": self._cluster.replicating.dropped_copies,
+            "short_blocks": self._cluster.replicating.short_blocks,
+            "reads_per_second": self._cluster.replicating.reads_per_s,
+        }

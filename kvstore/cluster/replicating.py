@@ -137,10 +137,16 @@ class Replicating:
     # At least so many.
 
     def stored(self, space: OpenNamespace, replica: Replica) -> None:
-        """It was put here; its namespace may want more of it."""
-        if space.replicas > 1 and not replica.is_copy and len(self._behind) < BEHIND_BLOCKS:
-            self._behind.append((space.number, replica.key))
-            self._has_more.set()
+        """It was put here, and its namespace may want more of it. Commits that wait for that see to it themselves."""
+        if space.replicas > 1 and not space.through and not replica.is_copy:
+            self.later(space, [replica.key])
+
+    def later(self, space: OpenNamespace, keys: Sequence[BlockKey]) -> None:
+        """Give these as many copies as their namespace wants, when there is time."""
+        fitting = keys[: max(BEHIND_BLOCKS - len(self._behind), 0)]
+        self.short_blocks += len(keys) - len(fitting)
+        self._behind.extend((space.number, key) for key in fitting)
+        self._has_more.set()
 
     async def keep_behind(self) -> None:
         """Give stored blocks the copies that their namespaces want, until it is cancelled."""

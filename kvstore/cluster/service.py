@@ -55,6 +55,7 @@ COMPARE_S = 8.0
 DISCARD_STEP_BLOCKS = 64
 SWEEP_BLOCKS = 4096
 FILL_LEASE_S = 1.0
+COPIED_S = 3.0  # that a commit waits for copies: less than a client waits for its answer
 
 Answer = Message | Awaitable[Message]
 
@@ -199,7 +200,7 @@ class Cluster:
         self.telling.poke()
 
     def _gone(self, member: Member) -> None:
-        """Its process is gone. While nobody can be told, do without it: whoever has a connection to it does the same."""
+        """Its process is gone. While nobody can be told, do without it, as all do who have a connection to it."""
         if self._coordinator.trouble and self.view.has(member.name, member.epoch):
             others = {name: other for name, other in self.view.members.items() if name != member.name}
             self._seen(View(self.view.revision, others))
@@ -369,25 +370,12 @@ class Cluster:
         """See `Replicating.ensure`."""
         return await self.replicating.ensure(space, keys, copies)
 
-    def numbers(self) -> dict[str, Any]:
-        """What is counted of the cluster here, for stat and metrics."""
-        return {
-            "members": len(self.view.members),
-            "in_touch": not self.trouble,
-            "draining": self.is_draining,
-            "directory_blocks": self.directory.blocks,
-            "directory_holdings": self.directory.holdings,
-            "copies": self.holdings.copies,
-            "copy_bytes": self.store.table.tiers[DRAM].copy_bytes,
-            "adrift_blocks": self.holdings.adrift,
-            "locates": self.locating.requests,
-            "announced_batches": self.telling.batches,
-            "repaired_partitions": self.telling.repaired_partitions,
-            "pulled_bytes": self.pulling.reading.total_bytes,
-            "pulled_bytes_per_second": self.pulling.reading.bytes_per_s,
-            "retried_blocks": self.pulling.retried_blocks,
-            "replicated_blocks": self.replicating.copied_blocks,
-            "dropped_copies": self.replicating.dropped_copies,
-            "short_blocks": self.replicating.short_blocks,
-            "reads_per_second": self.replicating.reads_per_s,
-        }
+    async def copied(self, space: OpenNamespace, keys: Sequence[BlockKey]) -> None:
+        """Until as many others have these as their namespace wants, or `COPIED_S`; what lacks then comes later."""
+        try:
+            async with asyncio.timeout(COPIED_S):
+                _, _, short = await self.replicating.ensure(space, keys, space.replicas)
+        except TimeoutError:
+            short = len(keys)
+        if short:
+            self.replicating.later(space, keys)

@@ -164,8 +164,7 @@ class Telling:
         return reply
 
     def _take_up(self, home: str, reply: Announced) -> None:
-        if reply.shared:
-            self._holdings.shared(reply.shared, self._told.get(home, {}))
+        self._holdings.shared(reply.shared, self._told.get(home, {}))
         if reply.sole:
             self._holdings.sole(reply.sole)
         self._told.pop(home, None)

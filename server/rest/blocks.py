@@ -270,10 +270,13 @@ async def _receive(request: Request, session: Session, grant_id: int, expected: 
         found = digest.intdigest()
         if filled_bytes != len(slot):
             raise Problem(400, f"a body of {filled_bytes} bytes was announced with {len(slot)}")
+        copies = session.copies_of(grant_id)
         store.puts.commit_verified(owner, grant_id, [found if expected is None else expected], [found], session.path)
     except BaseException:
         store.puts.abort(owner, grant_id)
         raise
+    if copies is not None:
+        await copies.made()
     return found
 
 

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from contextvars import Context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
 from kvstore.errors import ConnectFailed
@@ -32,6 +32,7 @@ class Way:
     late: float = 0.0  # those overtake nothing, but are overtaken; of messages that may be
     flipped: float = 0.0  # payloads in which a bit is another on arrival
     free_at: float = 0.0  # when all that was sent is through
+    changes: dict[str, list[float]] = field(default_factory=dict)  # what each field was, and was changed to since
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,12 +27,15 @@ def some_way(world: "World", random: Random) -> tuple[str, str]:
 
 @contextmanager
 def changed(way: Way, **fields: float) -> Iterator[None]:
-    before = {name: getattr(way, name) for name in fields}
+    """Of several changes of one field the last that has not ended counts."""
     for name, value in fields.items():
+        way.changes.setdefault(name, [getattr(way, name)]).append(value)
         setattr(way, name, value)
     yield
-    for name, value in before.items():
-        setattr(way, name, value)
+    for name, value in fields.items():
+        values = way.changes[name]
+        values.remove(value)
+        setattr(way, name, values[-1])
 
 
 async def delay(world: "World", random: Random) -> None:

@@ -9,9 +9,10 @@ from kvstore.bandwidth import Bandwidth
 from kvstore.catalogue import OpenNamespace
 from kvstore.disk import Loaded
 from kvstore.table import Replica
-from kvstore.types import BlockKey, TierName
+from kvstore.types import PEER, BlockKey, TierName
 
 JOB_BYTES, JOB_BLOCKS = 4 << 20, 16  # of one load: small enough to hand on early, large enough for its overhead
+PEER_BYTES, PEER_BLOCKS = 8 << 20, 64  # the overhead of one from another node is larger
 
 
 class PeerOffer(Protocol):
@@ -103,10 +104,12 @@ def jobs_of(loads: Sequence[Load]) -> list[list[Load]]:
     jobs: list[list[Load]] = []
     job_bytes = 0
     for load in loads:
+        is_far = load.source.tier == PEER
+        most_bytes, most_blocks = (PEER_BYTES, PEER_BLOCKS) if is_far else (JOB_BYTES, JOB_BLOCKS)
         if (
             not jobs
-            or len(jobs[-1]) >= JOB_BLOCKS
-            or job_bytes + load.source.size > JOB_BYTES
+            or len(jobs[-1]) >= most_blocks
+            or job_bytes + load.source.size > most_bytes
             or jobs[-1][0].source.tier != load.source.tier
         ):
             jobs.append([])

@@ -219,6 +219,8 @@ class Node:
 
         Replicas are in no cycles, so they go by their reference counts all the same.
         """
+        gc.collect()
+        gc.freeze()  # what was imported stays
         frozen = 0
         while True:
             stored = self.store.counters.stored_blocks

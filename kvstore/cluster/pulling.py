@@ -262,6 +262,9 @@ class Pulling:
                 finally:
                     if is_own:
                         self._links.release(lease)
+            for at in left:
+                if found[at] is not None:
+                    offers[at].tried.clear()  # should this load be in vain, another may ask the same again
             left = [at for at in left if found[at] is None]
             if not left:
                 return

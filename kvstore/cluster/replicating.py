@@ -102,7 +102,8 @@ class Replicating:
             hottest = self._heat.hottest(HOT_STRIPES, now)
             stripes = [await self._sight(cast(Block, block), rate) for block, rate in hottest]
             seen = [stripe for stripe in stripes if stripe is not None]
-            for wish in self._policy.suggest(Sight(self._me, seen, self._spots(is_to_stay=False))):
+            spots = {**self._spots(is_to_stay=False), self._me: Spot(self._me, 0)}  # it holds them: no more is for it
+            for wish in self._policy.suggest(Sight(self._me, seen, spots)):
                 if isinstance(wish, Replicate):
                     self._tasks.spawn(self._replicate(wish))
                 elif isinstance(wish, Drop):

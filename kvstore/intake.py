@@ -38,6 +38,7 @@ class Placing:
     placements: list[Placement]
     replicas: list[Replica]
     grant: Grant | None = None
+    is_start: bool = False  # of a chain
 
 
 class Intake:

@@ -38,12 +38,14 @@ class Puts:
         self._counters = counters
         self._history = history
         self._settle = settle
+        # Hears of blocks that are being written, of a run of keys that begins its chain.
+        self.begun: Callable[[OpenNamespace, Sequence[BlockKey], Sequence[Replica]], None] = lambda *_: None
 
     def place(self, owner: Owner, space: OpenNamespace, keys: Sequence[BlockKey],
               parent: BlockKey | None, sizes: Sequence[int]) -> Placing:  # fmt: skip
         """Begin a put of a run of a chain: allocate what is wanted. To be continued by `granted`."""
         self._intake.check_put(owner, space, keys, parent, sizes)
-        placing = Placing([], [])
+        placing = Placing([], [], is_start=parent is None)
         self._intake.place(placing, space, keys, parent, sizes)
         return placing
 
@@ -58,7 +60,7 @@ class Puts:
         """As `place`, for a put that needs memory. Nothing is allocated while it waits."""
         deadline = self._clock.now() + self._limits.put_timeout_s
         while True:
-            placing = Placing([], [])
+            placing = Placing([], [], is_start=parent is None)
             self._intake.place(placing, space, keys, parent, sizes)
             if not self.needs_memory(placing, space.tenant) or self._clock.now() >= deadline:
                 return placing
@@ -95,6 +97,8 @@ class Puts:
         if placing.replicas:
             expires_at = self._clock.now() + self._limits.put_timeout_s
             placing.grant = self._holds.grant(owner, placing.replicas, expires_at)
+            if placing.is_start:
+                self.begun(space, keys, placing.replicas)
         self._settle()
 
     def progress(self, owner: Owner, grant_id: int, layers: int) -> None:

@@ -18,11 +18,14 @@ from kvstore.table import BlockTable, Event, Replica
 from kvstore.tiers.object_store import ObjectTier
 from kvstore.types import BlockKey, Owner, State
 
+FINDS = 2  # of one acquire
 ROUNDS = 16  # of loads for one acquire: more than limits.inflight_bytes of a prefix come in several
 
 
 class Finding(Protocol):
-    """What other nodes keep for a reader."""
+    """What other nodes keep for a reader. `first` is the number of the first block that this node had in no tier."""
+
+    first: int
 
     def close(self) -> None:
         """The reader waits no more."""
@@ -107,19 +110,19 @@ class Reads:
         started = self._clock.now()
         wait_until = started + min(wait_s, self._limits.wait_max_s)
         load_until = started + min(load_s, self._limits.wait_max_s)
-        finding = None
-        if self.finder is not None and load_s > 0 and not alone:
-            finding = await self.finder.find(space, keys, parent, load_until, origin)
-        try:
-            await self._come(
-                *(space, keys, parent, wait_until, load_until),
-                tokens_per_s=tokens_per_s,
-                layers=layers,
-                enough=enough,
-            )
-        finally:
-            if finding is not None:
-                finding.close()
+        come = partial(self._come, space, keys, parent, wait_until, load_until,
+                       tokens_per_s=tokens_per_s, layers=layers, enough=enough)  # fmt: skip
+        if self.finder is None or load_s <= 0 or alone:
+            await come()
+        else:
+            for _ in range(FINDS):
+                finding = await self.finder.find(space, keys, parent, load_until, origin)
+                try:
+                    await come()
+                finally:
+                    finding.close()
+                if self.is_here(space, keys[: min(finding.first, enough or len(keys))], layers):
+                    break  # else what this node had turned out to be of no use, and others may have it
         return self.try_acquire(owner, space, keys, lease_s=lease_s, layers=layers, partly=True)[0]
 
     async def begin(

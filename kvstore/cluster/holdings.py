@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.catalogue import Catalogue, OpenNamespace
 from kvstore.cluster.announcer import Announcer
-from kvstore.cluster.locating import Place, place_after
+from kvstore.cluster.locating import Place, place_after, places_of
 from kvstore.cluster.naming import name_of, partition_of
 from kvstore.store import Store
 from kvstore.table import Event, Replica
@@ -31,6 +31,7 @@ class Holdings:
             for replica in space.replicas.values()
             if replica.state is State.WRITTEN and replica.partition < 0
         ]
+        self._begun: dict[Replica, Place] = {}  # of blocks that are being written, where it is known
         self.adrift = 0
         self.stored: Callable[[OpenNamespace, Replica], None] = lambda space, replica: None
 
@@ -41,8 +42,10 @@ class Holdings:
                 self._came(event.replica)
             elif event.change is Change.RESTORED:
                 self._restored.append(event.replica)
-            elif event.change is Change.REMOVED and event.replica.partition >= 0:
-                self._went(event.replica)
+            elif event.change is Change.REMOVED:
+                self._begun.pop(event.replica, None)
+                if event.replica.partition >= 0:
+                    self._went(event.replica)
 
     def take_up_restored(self) -> Iterator[int]:
         """Announce what an earlier start left, or was here before this, a step at a time: parents are there by now."""
@@ -141,11 +144,18 @@ class Holdings:
 
     # Places.
 
+    def begun(self, space: OpenNamespace, keys: Sequence[BlockKey], replicas: Sequence[Replica]) -> None:
+        """These are being written, of a run of keys that begins its chain: so the place of each is known."""
+        places = places_of(space.root, keys, Place(partition_of(space.root, keys[0]), 0))
+        by_key = dict(zip(keys, places, strict=True))
+        self._begun.update((replica, by_key[replica.key]) for replica in replicas)
+
     def _came(self, replica: Replica) -> None:
         space = self._catalogue.of_number(replica.space.number)
         assert space is not None, "namespaces are never closed"
+        place = self._begun.pop(replica, None)
         if replica.partition < 0:
-            self._place(space, replica)
+            self._place(space, replica, place)
         self._tell(space, replica)
         if replica.space.tier == DRAM:
             self.stored(space, replica)
@@ -160,11 +170,14 @@ class Holdings:
         if replica.space.tier == DRAM:
             self._copies.pop(name, None)
 
-    def _place(self, space: OpenNamespace, replica: Replica) -> None:
-        """As in its other tiers; or by what is before it, up the chain to a block whose place is known, and down."""
+    def _place(self, space: OpenNamespace, replica: Replica, place: Place | None) -> None:
+        """As in its other tiers, or at `place`; or by what is before it, up the chain to a block whose place is known,
+        and down."""
         same = self._anywhere(space, replica.key)
         if same is not None and same.partition >= 0:
-            replica.partition, replica.position = same.partition, same.position
+            place = Place(same.partition, same.position)
+        if place is not None:
+            replica.partition, replica.position = place
             return
         chain = [replica]
         known: Place | None = None

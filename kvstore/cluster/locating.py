@@ -46,6 +46,14 @@ def place_after(before: Place, root: bytes, key: BlockKey) -> Place:
     return Place(partition_of(root, key), 0)
 
 
+def places_of(root: bytes, keys: Sequence[BlockKey], first: Place) -> list[Place]:
+    """Of each block of a run; `first` is the place of its first."""
+    places = [first]
+    for key in keys[1:]:
+        places.append(place_after(places[-1], root, BlockKey(key[:KEY_BYTES])))
+    return places
+
+
 def stripes_of(root: bytes, keys: Sequence[BlockKey], first: Place) -> list[Stripe]:
     """A run of a chain, cut into stripes; `first` is the place of its first block."""
     stripes: list[Stripe] = []
@@ -60,14 +68,16 @@ def stripes_of(root: bytes, keys: Sequence[BlockKey], first: Place) -> list[Stri
 
 
 def place_of(space: OpenNamespace, keys: Sequence[BlockKey], at: int, parent: BlockKey | None) -> Place | None:
-    """Of block number `at` of a run, by what is known here of it or of those before it: the nearest that is, `parent`
-    before the first, or the beginning of the chain. None when none of that is known."""
+    """Of block number `at` of a run. Without `parent` the run begins its chain, unless its first block is known here to
+    be further on; else by the nearest block before it that is known here. None when none of that is known."""
     place, back = _first(space, keys[0], parent), 0
-    for nearer in range(at, -1, -1):
-        known = _known(space, keys[nearer])
-        if known is not None:
-            place, back = known, nearer
-            break
+    known = _known(space, keys[0])
+    if parent is not None or (known is not None and known.position):
+        for nearer in range(at, -1, -1):
+            known = _known(space, keys[nearer])
+            if known is not None:
+                place, back = known, nearer
+                break
     for key in keys[back + 1 : at + 1]:
         place = place_after(place, space.root, BlockKey(key[:KEY_BYTES])) if place is not None else None
     return place

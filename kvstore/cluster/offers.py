@@ -51,9 +51,13 @@ class Origin:
 
 
 class Finding:
-    """What a reader found. Closed when the reader waits no more; loads that run keep what they need."""
+    """What a reader found. Closed when the reader waits no more; loads that run keep what they need.
 
-    def __init__(self, offers: dict[tuple[int, BlockKey], list[Offer]]) -> None:
+    `first` is the number of the first block that this node had in no tier; at the beginning `blocks`, their count.
+    """
+
+    def __init__(self, offers: dict[tuple[int, BlockKey], list[Offer]], blocks: int) -> None:
+        self.first = blocks
         self._all = offers
         self._mine: list[tuple[tuple[int, BlockKey], Offer]] = []
         self._kept: list[Kept] = []

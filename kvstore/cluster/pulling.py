@@ -16,7 +16,7 @@ from kvstore.clock import Clock
 from kvstore.cluster.choice import Candidate, Run, assign, choose
 from kvstore.cluster.holdings import Holdings
 from kvstore.cluster.links import Lease, Links
-from kvstore.cluster.locating import NOBODY, Holders, Locating, Place, place_after, place_of
+from kvstore.cluster.locating import NOBODY, Holders, Locating, Place, place_of, places_of
 from kvstore.cluster.members import View
 from kvstore.cluster.offers import Finding, Kept, Offer, Origin
 from kvstore.cluster.routes import Routes
@@ -25,7 +25,7 @@ from kvstore.intake import part_of
 from kvstore.metrics import Counters
 from kvstore.reads import check_parent
 from kvstore.table import Replica
-from kvstore.types import DRAM, KEY_BYTES, BlockKey
+from kvstore.types import DRAM, BlockKey
 from kvstore.wire_cluster import TIER_BITS
 
 READ_S = 5.0  # a holder has so long for one job, and a lease is kept for so long beyond its reader's patience
@@ -86,7 +86,7 @@ class Pulling:
         """Have what this node lacks of a run of a chain kept by those who have it, as far as it is found well before
         `until`. The caller closes what it gets. Raises InvalidRequest."""
         check_parent(space, parent)
-        finding = Finding(self._offers)
+        finding = Finding(self._offers, len(keys))
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(FIND_SHARE * (until - self._clock.now())):
@@ -149,14 +149,15 @@ class Pulling:
         if not missing:
             return len(keys)
         first = missing[0]
+        finding.first = min(finding.first, first)
         if origin is not None:
-            places = _places(space, keys, origin.place)
+            places = places_of(space.root, keys, origin.place)
             found: Sequence[Holders] = [{origin.holder: KNOWN_HOLDER}] * (len(keys) - first)
         else:
             place = place_of(space, keys, first, parent)
             if place is None:
                 return first
-            places = [place] * first + _places(space, keys[first:], place)
+            places = [place] * first + places_of(space.root, keys[first:], place)
             found = await self._locating.holders(space, keys[first:], place)
         end = next((at for at in missing if not found[at - first]), len(keys))
         async with asyncio.TaskGroup() as group:
@@ -342,10 +343,3 @@ def _spans(positions: Sequence[int]) -> list[range]:
 
 def _set(found: list[int | None], numbers: Sequence[int], at: int, checksum: int) -> None:
     found[numbers[at]] = checksum
-
-
-def _places(space: OpenNamespace, keys: Sequence[BlockKey], first: Place) -> list[Place]:
-    places = [first]
-    for key in keys[1:]:
-        places.append(place_after(places[-1], space.root, BlockKey(key[:KEY_BYTES])))
-    return places

@@ -127,6 +127,7 @@ class Cluster:
         store.listeners.append(self._changed)
         store.promotion.use_peers(self.pulling)
         store.reads.finder = self.pulling
+        store.puts.begun = self.holdings.begun
         self.holdings.stored = self.replicating.stored
 
     # Life.

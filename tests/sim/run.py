@@ -13,6 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count, islice
+from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 from time import monotonic
@@ -154,7 +155,9 @@ def failures_of(seeds: Sequence[int], *, processes: int = 1, until: float = 0.0)
         for seed in seeds:
             yield simulate(seed)
         return
-    with ProcessPoolExecutor(processes) as pool:
+    with ProcessPoolExecutor(
+        processes, mp_context=get_context("spawn")
+    ) as pool:  # a fork may inherit a lock that is held
         yield from pool.map(simulate, seeds, chunksize=STEP_SEEDS)
 
 

@@ -195,6 +195,7 @@ def test_work_that_fails_for_a_cancelled_caller_troubles_nobody(copier: Copier) 
 
 
 def test_no_more_threads_than_asked_for_are_at_work() -> None:
+    before = set(threading.enumerate())
     copier = Copier(threads=3)
     gates = [Gate() for _ in range(5)]
 
@@ -210,7 +211,8 @@ def test_no_more_threads_than_asked_for_are_at_work() -> None:
 
     asyncio.run(run())
     copier.close()
-    assert not any(thread.name.startswith("cairn-copier") for thread in threading.enumerate())
+    left = set(threading.enumerate()) - before
+    assert not any(thread.name.startswith("cairn-copier") for thread in left)
 
 
 # Python goes on.

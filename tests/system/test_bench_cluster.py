@@ -1,5 +1,9 @@
 """The bench of a cluster, with sizes that say nothing about speed: figures of every kind can be measured."""
 
+import json
+from pathlib import Path
+
+from bench import cluster_trace
 from bench.cluster import Shape, Sizes, run
 from tests.system.cluster import etcd_or_skip
 
@@ -33,3 +37,14 @@ def test_figures_are_measured_on_a_small_cluster() -> None:
     figures = list(run(NAMES, TINY))
     assert {figure.name for figure in figures} == NAMES
     assert all(figure.value > 0 for figure in figures)
+
+
+def test_a_trace_is_replayed_over_a_simulated_cluster(tmp_path: Path) -> None:
+    rows = [{"timestamp": at, "input_length": 1024, "output_length": 1, "hash_ids": [0, 1 + at % 3]} for at in range(8)]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    hits, *balance = cluster_trace.report(trace, nodes=2, blocks=64, copies=0.1)
+
+    assert hits.value == hits.floor > 0
+    assert all(figure.value >= 1 for figure in balance)

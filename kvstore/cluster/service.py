@@ -83,7 +83,6 @@ class Cluster:
         self._coordinator = coordinator
         self.links = links
         self._tenant = tenant
-        self._random = random
         self._tasks = Tasks(crashed)
         self._homes = Homes(())
         self._announcer = Announcer(me.name, me.epoch)

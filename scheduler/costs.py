@@ -24,9 +24,7 @@ class PrefillCost:
 
     def seconds(self, tokens: float, cached: float) -> float:
         computed = tokens - cached
-        return self.base_s + computed * (
-            self.per_token_s + computed * self.per_square_s + cached * self.per_product_s
-        )
+        return self.base_s + computed * (self.per_token_s + computed * self.per_square_s + cached * self.per_product_s)
 
     @property
     def coefficients(self) -> tuple[float, float, float, float]:

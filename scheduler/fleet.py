@@ -1,10 +1,14 @@
 """The instances as the Conductor knows them: what they are, what they said last, what was sent to them since."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Final
 
 from scheduler.costs import DecodeCost, PrefillCost, TierCost
+
+BUSY_S: Final = 30.0  # over which an instance's utilisation is a mean
 
 
 class Role(Enum):
@@ -28,7 +32,7 @@ class Instance:
     """One engine, as it registered.
 
     node: the store node beside it, as a holder of the index; empty: none. engine_holder: what its own events fill in
-    the index, usually its name; empty: it has no events. decode_tokens: of KV that it can hold; 0: not known.
+    the index; empty: it has no events. decode_tokens: of KV that it can hold; 0: not known.
     """
 
     name: str
@@ -41,6 +45,7 @@ class Instance:
     engine_holder: str = ""
     decode_tokens: int = 0
     decode_batch: int = 0  # sequences at a time; 0: not known
+    group: str = ""  # prefill and decode hand over only within a group: one kind of engine, one way of transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,86 +63,130 @@ class Work:
     """One request at the instances that it was sent to. `prefilled_s` is None until its first token is there."""
 
     request: str
+    model: str
     tenant: str
+    session: str
     tokens: int
     output_tokens: int
     prefill: str
     decode: str
     routed_s: float
     prefill_s: float  # predicted, of the prefill alone
-    ttft_s: float  # predicted
-    transfer_s: float
+    first_token_s: float  # predicted, and what it was once it was there
+    deadline_s: float | None = None
     pull_source: str = ""
-    pull_bytes: int = 0
+    pull_target: str = ""
+    pull_bytes: float = 0.0
     prefilled_s: float | None = None
+
+    @property
+    def context(self) -> int:
+        """Tokens that it takes to decode it to its end."""
+        return self.tokens + self.output_tokens
 
 
 @dataclass(slots=True)
-class Member:
-    """An instance with its work. Sums are kept, so that a look at it costs nothing."""
+class Share:
+    """Sequences at a decode instance, and the tokens of their whole contexts."""
 
-    instance: Instance
-    seen_s: float
-    is_draining: bool = False
-    load: Load | None = None
-    prefilling: dict[str, Work] = field(default_factory=dict)
-    decoding: dict[str, Work] = field(default_factory=dict)  # and those whose prefill is to come here from elsewhere
-    prefilling_s: float = 0.0  # predicted, of all that is in `prefilling`
-    front_since_s: float = 0.0
-    routed_since_s: float = 0.0  # predicted, of what was sent after the last load
-    arrived_since: int = 0  # sequences that were sent to decode after the last load
-    context_since: int = 0
-    context: int = 0  # tokens of all that is in `decoding`, at its full length
+    works: dict[str, Work] = field(default_factory=dict)
+    context: int = 0
+
+    def add(self, work: Work) -> None:
+        self.works[work.request] = work
+        self.context += work.context
+
+    def take(self, request: str) -> Work | None:
+        work = self.works.pop(request, None)
+        if work is not None:
+            self.context -= work.context
+        return work
+
+
+class Member:
+    """An instance with its work: what was sent to it, and what it said itself. A look at it costs nothing."""
+
+    def __init__(self, instance: Instance, now: float) -> None:
+        self.instance = instance
+        self.seen_s = now
+        self.is_draining = False
+        self.load: Load | None = None
+        self.prefilling: dict[str, Work] = {}  # the front is being computed, as far as is known
+        self.arriving = Share()  # to be decoded here once their prefill is done
+        self.decoding = Share()
+        self._prefilling_s = 0.0  # predicted, of all that is in `prefilling`
+        self._front_since_s = now
+        self._since_load = Share()  # sent to be decoded after the last load
+        self._since_load_s = 0.0  # of prefill
+        self._busy = 0.0  # prefill seconds a second, decaying
+        self._busy_at_s = now
 
     def queue_s(self, now: float) -> float:
         """Until a prefill that is sent now would begin: by what was sent, and by what the instance said; the larger."""
         mine = 0.0
         if self.prefilling:
             front = next(iter(self.prefilling.values()))
-            mine = max(0.0, self.prefilling_s - min(front.prefill_s, max(0.0, now - self.front_since_s)))
+            mine = max(0.0, self._prefilling_s - min(front.prefill_s, max(0.0, now - self._front_since_s)))
         if self.load is None:
             return mine
         said = self.instance.prefill.seconds(self.load.prefill_tokens, 0) if self.load.prefill_tokens else 0.0
-        return max(mine, max(0.0, said - (now - self.load.at_s)) + self.routed_since_s)
+        return max(mine, max(0.0, said - (now - self.load.at_s)) + self._since_load_s)
 
-    def decode_load(self, now: float) -> tuple[int, int]:
-        """(sequences, tokens) that it decodes or will: by what was sent, and by what it said; the larger."""
-        if self.load is None:
-            return len(self.decoding), self.context
-        return (
-            max(len(self.decoding), self.load.decode_batch + self.arrived_since),
-            max(self.context, self.load.decode_context + self.context_since),
-        )
+    def utilisation(self, now: float) -> float:
+        """The share of its time that prefill took lately."""
+        return self._busy * math.exp((self._busy_at_s - now) / BUSY_S)
+
+    def step_s(self, *, more: int = 0, context: int = 0, is_present: bool = False) -> float:
+        """A decode step with `more` sequences of `context` tokens: with all that come here, or those here now."""
+        batch, tokens = len(self.decoding.works), self.decoding.context
+        if not is_present:
+            batch, tokens = batch + len(self.arriving.works), tokens + self.arriving.context
+        if self.load is not None:
+            since = 0 if is_present else 1
+            batch = max(batch, self.load.decode_batch + since * len(self._since_load.works))
+            tokens = max(tokens, self.load.decode_context + since * self._since_load.context)
+        return self.instance.decode.seconds(batch + more, tokens + context)
+
+    def has_room(self, context: int) -> bool:
+        """Whether it can hold this many more tokens, and one more sequence."""
+        at_most, sequences = self.instance.decode_tokens, self.instance.decode_batch
+        held = self.decoding.context + self.arriving.context
+        count = len(self.decoding.works) + len(self.arriving.works)
+        return (not at_most or held + context <= at_most) and (not sequences or count < sequences)
 
     def heard(self, load: Load, now: float) -> None:
         self.seen_s = now
         self.load = load
-        self.routed_since_s = 0.0
-        self.arrived_since = self.context_since = 0
+        self._since_load = Share()
+        self._since_load_s = 0.0
 
     def send_prefill(self, work: Work, now: float) -> None:
         if not self.prefilling:
-            self.front_since_s = now
+            self._front_since_s = now
         self.prefilling[work.request] = work
-        self.prefilling_s += work.prefill_s
-        self.routed_since_s += work.prefill_s
+        self._prefilling_s += work.prefill_s
+        self._since_load_s += work.prefill_s
+        self._busy = self.utilisation(now) + work.prefill_s / BUSY_S
+        self._busy_at_s = now
 
     def end_prefill(self, request: str, now: float) -> None:
-        work = self.prefilling.pop(request, None)
-        if work is not None:
-            self.prefilling_s = sum(each.prefill_s for each in self.prefilling.values())
-            self.front_since_s = now
+        if self.prefilling.pop(request, None) is not None:
+            self._prefilling_s = sum(work.prefill_s for work in self.prefilling.values())
+            self._front_since_s = now
 
     def send_decode(self, work: Work) -> None:
-        self.decoding[work.request] = work
-        self.context += work.tokens + work.output_tokens
-        self.arrived_since += 1
-        self.context_since += work.tokens + work.output_tokens
+        self.arriving.add(work)
+        self._since_load.add(work)
+
+    def begin_decode(self, request: str) -> None:
+        work = self.arriving.take(request)
+        if work is not None:
+            self.decoding.add(work)
 
     def end_decode(self, request: str) -> None:
-        work = self.decoding.pop(request, None)
-        if work is not None:
-            self.context -= work.tokens + work.output_tokens
+        self.arriving.take(request)
+        self.decoding.take(request)
+        self._since_load.take(request)
 
 
 class Fleet:
@@ -146,9 +195,11 @@ class Fleet:
     def __init__(self) -> None:
         self.members: dict[str, Member] = {}
         self.works: dict[str, Work] = {}
+        self.generation = 0  # grows with each change of who takes what
 
     def register(self, instance: Instance, now: float) -> None:
         """A new instance, or the same one with another role or other costs: its work stays."""
+        self.generation += 1
         member = self.members.get(instance.name)
         if member is None:
             self.members[instance.name] = Member(instance, now)
@@ -157,37 +208,43 @@ class Fleet:
 
     def switch(self, name: str, role: Role) -> None:
         """The instance takes other work from now on; what it has it ends."""
+        self.generation += 1
         member = self.members[name]
         member.instance = replace(member.instance, role=role)
 
-    def remove(self, name: str, now: float) -> list[str]:
-        """Forget an instance; the requests that were at it, which are under way no more."""
-        member = self.members.pop(name, None)
-        if member is None:
-            return []
-        lost = list(dict.fromkeys([*member.prefilling, *member.decoding]))
-        for request in lost:
-            self.end(request, now)
-        return lost
+    def drain(self, name: str) -> None:
+        """The instance takes nothing any more; what it has it ends."""
+        self.generation += 1
+        self.members[name].is_draining = True
+
+    def remove(self, name: str) -> None:
+        """Forget an instance; what is under way there has been ended before."""
+        self.generation += 1
+        del self.members[name]
 
     def takers(self, model: str, *, prefill: bool) -> Iterator[Member]:
         """Who takes new work of a model: prefill or decode."""
         for member in self.members.values():
             role = member.instance.role
-            if not member.is_draining and member.instance.model == model:
-                if role.takes_prefill if prefill else role.takes_decode:
-                    yield member
+            takes = role.takes_prefill if prefill else role.takes_decode
+            if takes and not member.is_draining and member.instance.model == model:
+                yield member
 
     def begin(self, work: Work, now: float) -> None:
         self.works[work.request] = work
         self.members[work.prefill].send_prefill(work, now)
         self.members[work.decode].send_decode(work)
 
-    def prefilled(self, request: str, now: float) -> None:
+    def prefilled(self, request: str, now: float) -> Work | None:
+        """The first token is there. None when that is known already, or the request is not."""
         work = self.works.get(request)
-        if work is not None and work.prefilled_s is None:
-            work.prefilled_s = now
-            self._end_prefill(work, now)
+        if work is None or work.prefilled_s is not None:
+            return None
+        work.prefilled_s = now
+        self._end_prefill(work, now)
+        if work.decode in self.members:
+            self.members[work.decode].begin_decode(request)
+        return work
 
     def end(self, request: str, now: float) -> Work | None:
         """The request is finished, failed or cancelled: nothing of it is left anywhere. None if it is not known."""

@@ -3,13 +3,14 @@
 A setting is a leaf of the tree, named by its path: `tiers.dram.capacity` in the file,
 CAIRN_TIERS__DRAM__CAPACITY in the environment, `--tiers.dram.capacity` on the command line. Entries of a list
 go by number: `tenants.0.token`. Variables without "__" are no settings: CAIRN_TOKEN is the client's, and
-orchestrators inject variables of their own. A leaf's type may be Annotated with a msgspec Meta whose `extra`
-says what is `expected`, its `units` (largest first), and whether it is `secret`.
+orchestrators inject variables of their own. Services may share a file and an environment: what is of a section
+that only others have is passed over there, and refused on a command line. A leaf's type may be Annotated with a
+msgspec Meta whose `extra` says what is `expected`, its `units` (largest first), and whether it is `secret`.
 """
 
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from decimal import Decimal
 from difflib import get_close_matches
 from pathlib import Path
@@ -21,6 +22,12 @@ from kvstore.errors import ConfigError
 
 PREFIX: Final = "CAIRN_"
 MASK: Final = "********"
+SECTIONS: Final = frozenset(  # of all services: node, conductor, gateway, worker
+    {
+        *("node", "tiers", "index", "copier", "limits", "rest", "rdma", "cluster", "events", "tenants", "log"),
+        *("conductor", "scaling", "gateway", "worker"),
+    }
+)
 Tree = TypeVar("Tree", bound=msgspec.Struct)
 
 QUANTITY: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
@@ -47,12 +54,15 @@ def collect(
     Raises ConfigError for a setting that `tree` does not have, and for a value that is not of its type.
     """
     leaves = {name: hint for name, hint, _ in describe(tree)}
+    foreign = SECTIONS - set(tree.__struct_fields__)
     given: dict[str, Given] = {}
     if path is not None:
         source = _Source(f"{path}: ", str, strict=True)
-        given |= {name: _take(leaves, source, name, raw) for name, raw in _flatten(_read(path), "")}
+        found = _native(_flatten(_read(path), ""), foreign)
+        given |= {name: _take(leaves, source, name, raw) for name, raw in found}
     source = _Source("", _variable, strict=False)
-    given |= {name: _take(leaves, source, name, raw) for name, raw in _variables(leaves, environ)}
+    found = _native(_variables(leaves, environ), foreign)
+    given |= {name: _take(leaves, source, name, raw) for name, raw in found}
     source = _Source("", _option, strict=False)
     given |= {name: _take(leaves, source, name, raw) for name, raw in _words(options)}
     return given
@@ -153,6 +163,11 @@ def _flatten(value: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield from _flatten(inner, f"{name}.{index}")
     else:
         yield name, value
+
+
+def _native(found: Iterable[tuple[str, Any]], foreign: Set[str]) -> Iterator[tuple[str, Any]]:
+    """Without what is for other services."""
+    return ((name, raw) for name, raw in found if name.partition(".")[0] not in foreign)
 
 
 def _variables(leaves: Iterable[str], environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:

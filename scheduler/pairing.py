@@ -1,0 +1,60 @@
+"""Which instance decodes what another, or itself, has prefilled."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from scheduler.fleet import Member
+from scheduler.outlook import NOBODY, Tokens
+from scheduler.requests import Request
+from scheduler.tuning import Slo
+
+INTERFERENCE: Final = 0.9  # of an instance's time, at most, that its prefills are thought to take from its decodes
+EQUAL: Final = 1.05  # steps that differ by less are as good as equal: then what is there decides
+
+
+class Pairing:
+    """Of instances with equally short steps that with most of the prompt is taken, of these any by `draw`.
+
+    Where the prefill instance decodes too and prefills take less than `collocate_below` of its time, it keeps the
+    request: nothing has to move, and hardly anything gets in its way.
+    """
+
+    def __init__(self, draw: Callable[[], float], slo: Slo, collocate_below: float) -> None:
+        self._draw = draw
+        self._slo = slo
+        self._collocate_below = collocate_below
+
+    def choose(
+        self,
+        request: Request,
+        prefill: Member,
+        takers: Sequence[Member],
+        prefixes: Tokens,
+        holders: Mapping[str, int],
+        now: float,
+    ) -> tuple[Member, float]:
+        """One of `takers`, which are not none, and the seconds between tokens there."""
+        context = request.tokens + request.output_tokens
+        steps = [(_step_s(member, context, now), member) for member in takers]
+        for step_s, member in steps:
+            is_free = member is prefill and prefill.utilisation(now) <= self._collocate_below
+            if is_free and step_s <= self._slo.tbt_s:
+                return member, step_s
+        able = [(step_s, member) for step_s, member in steps if member.has_room(context)] or steps
+        least_s = min(step_s for step_s, _ in able)
+        rows = [
+            (-float(prefixes[holders.get(member.instance.node, NOBODY), 2]), step_s, at)
+            for at, (step_s, member) in enumerate(able)
+            if step_s <= EQUAL * least_s
+        ]
+        best = [at for tokens, step_s, at in rows if (tokens, step_s) == min(rows)[:2]]
+        step_s, member = able[best[int(self._draw() * len(best))]]
+        return member, step_s
+
+
+def _step_s(member: Member, context: int, now: float) -> float:
+    """Between tokens with one more sequence; an instance that prefills too has less time for it."""
+    step_s = member.step_s(more=1, context=context)
+    if member.instance.role.takes_prefill:
+        step_s /= 1 - min(INTERFERENCE, member.utilisation(now))
+    return step_s

@@ -1,0 +1,1 @@
+"""The parts of the simulated cluster: events in virtual time, engines, caches, links."""

@@ -1,0 +1,122 @@
+"""Finds the tokens of a request's prompt: they are there, or an engine or a local tokenizer makes them."""
+
+import asyncio
+import importlib
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from kvstore.errors import ConfigError, ProtocolError, TransportError
+from server.gateway.asked import CHAT, Asked
+from server.gateway.asking import Asking
+from server.gateway.settings import GatewaySettings
+from server.gateway.upstream import Upstream, url_at
+
+log = logging.getLogger("cairn.gateway")
+
+ENGINES: Final = 2  # that are asked for one prompt's tokens
+TEMPLATE_FIELDS: Final = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
+MOST_TOKEN: Final = 2**32 - 1
+
+
+class Tokens:
+    """Never fails a request: where there are no tokens to be had, it is routed without. `missed` counts those."""
+
+    def __init__(self, upstream: Upstream, settings: GatewaySettings, asking: Asking) -> None:
+        """Raises ConfigError when the local tokenizer cannot be loaded."""
+        self._upstream = upstream
+        self._settings = settings
+        self._asking = asking
+        token = settings.engine_token
+        self._headers = {"authorization": f"Bearer {token}"} if token else {}
+        self._local = _load(settings.tokenizer) if settings.tokenizer else None
+        self._thread = ThreadPoolExecutor(1, "tokenizer") if self._local else None
+        self.missed = 0
+
+    async def of(self, wanted: Asked) -> list[int] | None:
+        """The prompt's tokens, the first prompt's where there are several; None when nobody says."""
+        prompt = wanted.body.get("prompt") if wanted.path != CHAT else None
+        if isinstance(prompt, list):
+            prompt = prompt if isinstance(prompt[0], int) else prompt[0]
+        if isinstance(prompt, list):
+            found = _checked(prompt)
+        elif self._local is not None:
+            found = await self._locally(wanted, prompt)
+        else:
+            found = await self._from_engine(wanted, prompt)
+        self.missed += found is None
+        return found
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _from_engine(self, wanted: Asked, prompt: Any) -> list[int] | None:
+        body: dict[str, Any] = {"model": wanted.model}
+        if wanted.path == CHAT:
+            body |= {"messages": wanted.body["messages"], "add_generation_prompt": True}
+            body |= {name: wanted.body[name] for name in (*TEMPLATE_FIELDS, "tools") if name in wanted.body}
+        else:
+            body["prompt"] = prompt
+        for place in self._asking.of_model(wanted.model)[:ENGINES]:
+            url = url_at(place.address, "/tokenize")
+            try:
+                answer = await self._upstream.json(
+                    "POST", url, body, headers=self._headers, timeout_s=self._settings.tokenize_timeout
+                )
+                document = answer.json() if answer.is_ok else None
+            except TransportError:
+                self._asking.suspect(place.name)
+                continue
+            except ProtocolError:
+                continue
+            tokens = document.get("tokens") if isinstance(document, dict) else None
+            if isinstance(tokens, list) and (found := _checked(tokens)) is not None:
+                return found
+        return None
+
+    async def _locally(self, wanted: Asked, prompt: Any) -> list[int] | None:
+        """In a thread: tokenizers let go of the GIL, and long prompts take their time."""
+        encode = self._local
+        assert encode is not None
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(self._thread, encode, prompt, wanted.body)
+        try:
+            return await asyncio.wait_for(work, self._settings.tokenize_timeout)
+        except (TimeoutError, ValueError, TypeError, KeyError, AttributeError, LookupError) as error:
+            log.debug("no tokens for a prompt: %s", error)
+            return None
+
+
+def _checked(tokens: list[Any]) -> list[int] | None:
+    """Whether these can be tokens' numbers."""
+    are = all(type(token) is int for token in tokens) and min(tokens, default=0) >= 0
+    return tokens if are and max(tokens, default=0) <= MOST_TOKEN else None
+
+
+def _load(name: str) -> Callable[[Any, Any], list[int] | None]:
+    """A function of a text, or None and a body with messages. Raises ConfigError."""
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ConfigError("gateway.tokenizer needs the extra `engine`: pip install 'cairn-kv[engine]'") from error
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"gateway.tokenizer {name}: {str(error).splitlines()[0]}") from error
+
+    def encode(prompt: Any, body: Any) -> list[int] | None:
+        if isinstance(prompt, str):
+            return _checked(list(tokenizer(prompt)["input_ids"]))
+        more = body.get("chat_template_kwargs") or {}
+        text = tokenizer.apply_chat_template(
+            body["messages"],
+            tools=body.get("tools"),
+            add_generation_prompt=body.get("add_generation_prompt", True),
+            tokenize=False,
+            **more,
+        )
+        return _checked(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
+
+    return encode

@@ -14,7 +14,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench import amplification, cluster, cluster_trace, codec, directory, local, policies, rdma, tiers
+from bench import amplification, cluster, cluster_trace, codec, directory, local, policies, prefetch, rdma, route, tiers
 from bench.measure import Figure
 from kvstore.transport.rdma.topology import has_devices
 
@@ -153,6 +153,18 @@ def cluster_trace_command(
     _report(cluster_trace.report(trace, nodes, blocks, copies), set(), as_json=as_json)
 
 
+@app.command(name="route")
+def route_command(names: Names = None, *, as_json: AsJson = False) -> None:
+    """What a decision of the Conductor takes with 64 instances, in this process and over HTTP; about a minute.
+
+    \b
+    Examples:
+      python -m bench route
+      python -m bench route route_128k routes_8k_http --json
+    """
+    _report(route.run(set(names or ())), set(names or ()), as_json=as_json)
+
+
 def _report(found: Iterable[Figure], names: set[str], *, as_json: bool) -> None:
     """Show figures as they come; exit code 2 for a name that there is not."""
     console = Console(stderr=True)
@@ -175,6 +187,7 @@ def _report(found: Iterable[Figure], names: set[str], *, as_json: bool) -> None:
 
 
 app.command(name="codec")(codec.report)
+app.command(name="prefetch")(prefetch.report)
 
 
 def table(figures: list[Figure]) -> Table:

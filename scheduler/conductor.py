@@ -178,6 +178,32 @@ class Conductor:
         """Nobody waits for it any more."""
         self._end(request, now, is_finished=False)
 
+    def check(self) -> list[str]:
+        """What is wrong with the books, a sentence each."""
+        works = self.fleet.works
+        problems = []
+        for name, member in self.fleet.members.items():
+            held = {*member.prefilling, *member.arriving.works, *member.decoding.works}
+            problems += [f"{name} has {request}, which is not under way" for request in held - works.keys()]
+            for share in (member.arriving, member.decoding):
+                if share.context != sum(work.context for work in share.works.values()):
+                    problems.append(f"{name} counts {share.context} tokens of context")
+        for request, work in works.items():
+            prefill, decode = self.fleet.members.get(work.prefill), self.fleet.members.get(work.decode)
+            is_waiting = work.prefilled_s is None
+            if is_waiting is not (prefill is not None and request in prefill.prefilling):
+                problems.append(f"{request} is or is not being prefilled")
+            if decode is None or request not in (decode.arriving if is_waiting else decode.decoding).works:
+                problems.append(f"{request} is not where it is decoded")
+        if sum(map(len, self._decodes.values())) != len(works):
+            problems.append("the decode pools expect others than are under way")
+        if len(self._expected) != len(works):
+            problems.append("prefixes are expected of others than are under way")
+        waiting = sum(work.prefill_s for work in works.values() if work.prefilled_s is None)
+        if abs(sum(self.fair.waiting_s().values()) - waiting) > 1e-6:
+            problems.append(f"tenants wait for {sum(self.fair.waiting_s().values())} s, requests for {waiting} s")
+        return problems
+
     def _draft(self, request: Request, now: float, exclude: Collection[str]) -> Draft | Refusal:
         self._sending.now = self._receiving.now = now
         pool = self._pool(request.model, exclude)

@@ -19,6 +19,9 @@ class DecodePool:
         self._decode_s = FIRST_DECODE_S
         self._context = 0.0  # mean tokens of a request in the middle of its decode
 
+    def __len__(self) -> int:
+        return len(self._begins)
+
     def begin(self, work: Work) -> None:
         middle = work.tokens + work.output_tokens / 2
         self._context = _mean(self._context, middle) if self._context else middle

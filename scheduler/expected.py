@@ -18,6 +18,9 @@ class Expected:
         self._instances: dict[int, dict[str, int]] = {}  # of each block: how many requests compute it where
         self._requests: dict[str, tuple[str, list[int]]] = {}
 
+    def __len__(self) -> int:
+        return len(self._requests)
+
     def add(self, request: str, instance: str, chains: tuple[Chain, ...]) -> None:
         names = [name for chain in chains for name in _grid(chain)]
         self._requests[request] = (instance, names)

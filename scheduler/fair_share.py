@@ -25,9 +25,9 @@ class FairShare:
             del self._waiting_s[tenant]
 
     def is_over(self, tenant: str) -> bool:
-        """Whether the tenant has more than `slack` times its share, while others have work waiting."""
+        """Whether the tenant has more than `slack` times its share of what waits; alone it has all."""
         mine = self._waiting_s.get(tenant, 0.0)
-        if len(self._waiting_s) < 2 or not mine:
+        if not mine:
             return False
         weights = sum(self._weight(name) for name in self._waiting_s)
         share = self._weight(tenant) / weights

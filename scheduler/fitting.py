@@ -157,7 +157,7 @@ class _Following:
 
     def coefficients(self) -> tuple[float, ...]:
         """None negative: the nearest such, by how well each direction is known."""
-        known: Floats = np.linalg.inv(self._covariance)
+        known = np.asarray(np.linalg.inv(self._covariance), dtype=np.float64)
         found = _not_negative(known, known @ self._scaled)
         return tuple(each * scale for each, scale in zip(found, self._scale.tolist(), strict=True))
 

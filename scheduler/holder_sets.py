@@ -32,7 +32,8 @@ class HolderSets:
         self._blocks = np.zeros(_SETS_FIRST, np.int64)
         self._holders = np.zeros(_SETS_FIRST, np.int32)
         self._numbers = NameTable()  # by hash
-        self._free = list(range(_SETS_FIRST - 1, 0, -1))
+        self._free = np.arange(_SETS_FIRST - 1, -1, -1, dtype=np.uint32)  # numbers, up to `_idle`; NOTHING is the next
+        self._idle = _SETS_FIRST - 1
         self.holdings = 0  # pairs of a block and a holder
 
     def __len__(self) -> int:
@@ -40,13 +41,13 @@ class HolderSets:
 
     @property
     def nbytes(self) -> int:
-        arrays = (self._masks, self._hashes, self._blocks, self._holders)
-        return sum(array.nbytes for array in arrays) + self._numbers.nbytes + 8 * len(self._free)
+        arrays = (self._masks, self._hashes, self._blocks, self._holders, self._free)
+        return sum(int(array.nbytes) for array in arrays) + self._numbers.nbytes
 
     @property
     def most(self) -> int:
         """Sets that there may be, with as many holders as now."""
-        return min(SETS_MOST, SETS_BYTES // (self._masks[0].nbytes))
+        return min(SETS_MOST, SETS_BYTES // int(self._masks[0].nbytes))
 
     def widen(self, holders: int) -> None:
         """Make masks long enough for so many."""
@@ -58,7 +59,7 @@ class HolderSets:
     def changed(self, numbers: Values, holder: int, tier: int, *, is_there: bool) -> Values:
         """Of each set, given once: the set that has the holder in that tier too, or no more. Makes those that are new.
 
-        NO_SET where there is no room for another. What `count` is not told of before the next call may go.
+        NO_SET where there is no room for another. `count` must hear of the sets that were made.
         """
         word, bit = divmod(holder, _WORD)
         flag = np.uint64(1 << bit)
@@ -72,19 +73,20 @@ class HolderSets:
         words[:, tier] ^= flag
         holders = self._holders[before] + (words & flag).any(axis=1) - had
         hashes = self._hashes[before] ^ _hash_of(holder, tier)
-        found = self._numbers.lookup(_in_table(hashes))
-        found[holders == 0] = NOTHING
-        missing = np.flatnonzero((found == 0) & (holders > 0))
+        missing = np.flatnonzero((self._numbers.lookup(_in_table(hashes)) == 0) & (holders > 0))
+        missing = missing[np.unique(_in_table(hashes[missing]), return_index=True)[1]]
         made = self._make(len(missing))
-        missing, rest = missing[: len(made)], missing[len(made) :]
-        found[rest] = NO_SET
-        found[missing] = made
+        missing = missing[: len(made)]
         self._masks[made] = self._masks[before[missing]]
         self._masks[made, tier, word] ^= flag
         self._hashes[made] = hashes[missing]
         self._holders[made] = holders[missing]
         self._enter(made)
-        found[self._differs(before, found, tier, word, flag)] = NO_SET
+        found = self._numbers.lookup(_in_table(hashes))
+        found[holders == 0] = NOTHING
+        masks = self._masks[before]
+        masks[:, tier, word] ^= flag
+        found[_differ(masks, self._masks[found])] = NO_SET
         after[moves] = found
         return after
 
@@ -99,7 +101,7 @@ class HolderSets:
         self._drop(touched[(self._blocks[touched] == 0) & (touched != NOTHING)])
 
     def forget(self, holder: int) -> tuple[Values, int]:
-        """Take a holder out of all sets: by number, the set that each has become; and the blocks that are left with none.
+        """Take a holder out of all sets: what set each number stands for now, and how many blocks lost other holders too.
 
         Sets that have become equal are one from now on.
         """
@@ -108,51 +110,56 @@ class HolderSets:
         after = np.arange(len(self._blocks), dtype=np.uint32)
         told = (self._masks[:, :, word] & flag) != 0
         numbers = np.flatnonzero(told.any(axis=1)).astype(np.uint32)
-        if not len(numbers):
-            return after, 0
-        self.holdings -= int(self._blocks[numbers].sum())
         self._leave(numbers)
         self._masks[numbers, :, word] &= ~flag
         for tier in range(TIERS):
             self._hashes[numbers[told[numbers, tier]]] ^= _hash_of(holder, tier)
         self._holders[numbers] -= 1
-        lost = numbers[self._holders[numbers] == 0]
-        blocks = int(self._blocks[lost].sum())
-        after[lost] = NOTHING
+        self.holdings -= int(self._blocks[numbers].sum())
         left = numbers[self._holders[numbers] > 0]
-        hashes, first = np.unique(self._hashes[left], return_index=True)
-        new = self._numbers.lookup(_in_table(hashes)) == 0
-        self._enter(left[first[new]])
-        after[left] = self._numbers.lookup(_in_table(self._hashes[left]))
-        merged = left[after[left] != left]
-        np.add.at(self._blocks, after[merged], self._blocks[merged])
-        self._wipe(np.concatenate([lost, merged]))
-        return after, blocks
+        hashes, first = np.unique(_in_table(self._hashes[left]), return_index=True)
+        self._enter(left[first[self._numbers.lookup(hashes) == 0]])
+        found = self._numbers.lookup(_in_table(self._hashes[left]))
+        differs = _differ(self._masks[left], self._masks[found])
+        lost = left[differs]
+        self.holdings -= int((self._blocks[lost] * self._holders[lost]).sum())
+        dropped = int(self._blocks[lost].sum())
+        found[differs] = NOTHING
+        after[numbers] = NOTHING
+        after[left] = found
+        gone = numbers[after[numbers] != numbers]
+        np.add.at(self._blocks, after[gone], self._blocks[gone])
+        self._blocks[NOTHING] = 0
+        self._wipe(gone)
+        return after, dropped
 
     def prefixes(self, numbers: Values, holders: int) -> NDArray[np.int32]:
-        """`[holders, 3]`: from the first of these sets on, how many in a row have each holder in a tier, or a faster one.
+        """`[holders, 3]`: how many of these sets, from the first on without a gap, have each holder in a tier or above.
 
         numbers: of the blocks of a chain, NOTHING where a block is not known.
         """
         words = self._masks.shape[2]
-        starts, lengths = _runs(numbers)
-        masks = self._masks[numbers[starts]].reshape(len(starts), TIERS * words).T.copy()
-        masks[words : 2 * words] |= masks[:words]
-        masks[2 * words :] |= masks[words : 2 * words]
-        np.bitwise_and.accumulate(masks, axis=1, out=masks)
-        is_new = np.flatnonzero((masks[:, 1:] != masks[:, :-1]).any(axis=0)) + 1
-        firsts = np.concatenate([[0], is_new])
-        blocks = np.add.reduceat(lengths, firsts)
-        rows = np.ascontiguousarray(masks[:, firsts].T).view(np.uint8)
-        bits = np.unpackbits(rows, axis=1, bitorder="little").astype(np.float32)  # exact: a chain is below 2^24 blocks
-        counted = (blocks.astype(np.float32) @ bits).astype(np.int32)
-        return np.ascontiguousarray(counted.reshape(TIERS, words * _WORD)[:, :holders].T)
+        missing = np.flatnonzero(numbers == NOTHING)
+        numbers = numbers[: missing[0]] if len(missing) else numbers
+        counts = np.zeros(TIERS * words * _WORD, np.int32)
+        if len(numbers):
+            starts = np.concatenate([[0], np.flatnonzero(numbers[1:] != numbers[:-1]) + 1])
+            masks = np.ascontiguousarray(self._masks[numbers[starts]].reshape(len(starts), -1).T)
+            masks[words : 2 * words] |= masks[:words]
+            masks[2 * words :] |= masks[words : 2 * words]
+            np.bitwise_and.accumulate(masks, axis=1, out=masks)
+            counts[_bits(masks[:, -1])] = len(numbers)
+            ends = masks[:, :-1] ^ masks[:, 1:]  # a bit that is set: here a prefix ends; each ends once
+            rows, runs = np.nonzero(ends)
+            places = _bits(ends[rows, runs])
+            counts[rows[places // _WORD] * _WORD + places % _WORD] = starts[runs[places // _WORD] + 1]
+        return np.ascontiguousarray(counts.reshape(TIERS, words * _WORD)[:, :holders].T)
 
     def check(self, values: Values) -> Iterator[str]:
         """What is broken, each as a sentence; values: the sets of all blocks."""
         yield from self._numbers.check()
         numbers = self._numbers.all_values()
-        every = np.sort(np.concatenate([numbers, np.array(self._free, np.uint32), np.zeros(1, np.uint32)]))
+        every = np.sort(np.concatenate([numbers, self._free[: self._idle], np.zeros(1, np.uint32)]))
         if not np.array_equal(every, np.arange(len(self._blocks))):
             yield "the numbers in use and those that are free are not all numbers, each once"
         counts = np.bincount(values, minlength=len(self._blocks))
@@ -178,28 +185,23 @@ class HolderSets:
     def _make(self, wanted: int) -> Values:
         """Numbers for new sets; fewer where there may not be so many."""
         wanted = max(0, min(wanted, self.most - len(self)))
-        size = len(self._blocks)
-        if wanted > len(self._free):
-            grown = max(size * 3 // 2, size + wanted)
-            more = grown - size
-            self._masks = np.concatenate([self._masks, np.zeros((more, *self._masks.shape[1:]), np.uint64)])
-            self._hashes = np.concatenate([self._hashes, np.zeros(more, np.uint64)])
-            self._blocks = np.concatenate([self._blocks, np.zeros(more, np.int64)])
-            self._holders = np.concatenate([self._holders, np.zeros(more, np.int32)])
-            self._free = [*range(grown - 1, size - 1, -1), *self._free]
-        made = self._free[len(self._free) - wanted :]
-        del self._free[len(self._free) - wanted :]
-        return np.array(made, np.uint32)
+        if wanted > self._idle:
+            self._grow(wanted)
+        self._idle -= wanted
+        return self._free[self._idle : self._idle + wanted].copy()
 
-    def _differs(
-        self, before: Values, found: Values, tier: int, word: int, flag: np.uint64
-    ) -> NDArray[np.bool_]:
-        """Where the set that was found by its hash is another one: as good as never, but a wrong one would stay."""
-        known = np.where(found == NO_SET, NOTHING, found)
-        masks = self._masks[before]
-        masks[:, tier, word] ^= flag
-        differs: NDArray[np.bool_] = (masks != self._masks[known]).any(axis=(1, 2))
-        return differs
+    def _grow(self, wanted: int) -> None:
+        size = len(self._blocks)
+        more = max(size // 2, wanted)
+        self._masks = np.concatenate([self._masks, np.zeros((more, *self._masks.shape[1:]), np.uint64)])
+        self._hashes = np.concatenate([self._hashes, np.zeros(more, np.uint64)])
+        self._blocks = np.concatenate([self._blocks, np.zeros(more, np.int64)])
+        self._holders = np.concatenate([self._holders, np.zeros(more, np.int32)])
+        free = self._free[: self._idle]
+        self._free = np.zeros(size + more, np.uint32)
+        self._free[: self._idle] = free
+        self._free[self._idle : self._idle + more] = np.arange(size + more - 1, size - 1, -1)
+        self._idle += more
 
     def _enter(self, numbers: Values) -> None:
         """So that they are found by their hashes."""
@@ -221,7 +223,8 @@ class HolderSets:
         self._hashes[numbers] = 0
         self._blocks[numbers] = 0
         self._holders[numbers] = 0
-        self._free += numbers.tolist()
+        self._free[self._idle : self._idle + len(numbers)] = numbers
+        self._idle += len(numbers)
 
 
 def _hash_of(holder: int, tier: int) -> np.uint64:
@@ -233,7 +236,12 @@ def _in_table(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return np.maximum(hashes, np.uint64(2))
 
 
-def _runs(numbers: Values) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where each run of equal numbers begins, and how long it is."""
-    starts = np.concatenate([[0], np.flatnonzero(numbers[1:] != numbers[:-1]) + 1])
-    return starts, np.diff(starts, append=len(numbers))
+def _differ(some: Masks, others: Masks) -> NDArray[np.bool_]:
+    """Which sets are not those that their hashes found: as good as never, but a wrong one would stay."""
+    differ: NDArray[np.bool_] = (some != others).any(axis=(1, 2))
+    return differ
+
+
+def _bits(words: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """The places of the set bits, 64 to a word."""
+    return np.flatnonzero(np.unpackbits(words.astype("<u8").view(np.uint8), bitorder="little"))

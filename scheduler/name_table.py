@@ -5,7 +5,7 @@ own. There are as many buckets as a prime, so that every step comes to all of th
 empty slot: taking a hash out of a full bucket leaves a mark there, out of any other one nothing.
 
 Growth does not stop the world. A larger generation takes new hashes at once, and each change moves a few buckets of
-the last one into it. Buckets are in the order of hashes, so that this, and any sorted batch, goes through memory in order.
+the last one into it. Buckets are in the order of hashes: this, and any sorted batch, goes through memory in order.
 """
 
 from collections.abc import Iterator
@@ -22,10 +22,15 @@ EMPTY: Final = 0  # two hashes that no name has; `hashes_of` sees to it
 TAKEN_OUT: Final = 1
 BUCKET: Final = 8
 LOAD: Final = 0.8  # of the slots that are not empty, at most
-GROWTH: Final = 1.3  # with LOAD: both generations together take at most 12 / 0.8 * (1 + 1.3) = 34.5 bytes a hash
+PREPARED: Final = 0.78  # of the slots: when the next generation is made
+GROWTH: Final = 1.25  # two generations together take at most 12 / 0.78 * (1 + 1.25) = 34.6 bytes a hash
 THIN: Final = 0.2  # of the slots; with less in it a table shrinks
 LEAST_BUCKETS: Final = 11
+HASTE: Final = 1.5  # times as fast as needed: searches in two generations cost more
+LOOKED_AT: Final = 1024  # buckets, by the later rounds of a search
+WIDTH_MOST: Final = 16
 MOVED_LEAST: Final = 512  # slots that any change moves
+MOVED_AT_ONCE: Final = 1 << 10  # buckets: what is in them fits into a core's cache
 REWRITTEN: Final = 1 << 18  # slots at a time
 _MISSING: Final = -1
 _ODD: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -42,18 +47,6 @@ def hashes_of(names: NDArray[np.uint64]) -> Hashes:
     hashes *= _FOLD
     hashes[hashes <= TAKEN_OUT] |= np.uint64(1 << 63)
     return hashes
-
-
-def _nth_bits() -> NDArray[np.uint8]:
-    """Of each byte, most significant bit first: where its first, second, ... set bit is; BUCKET where there is none."""
-    found = np.full((256, BUCKET + 1), BUCKET, np.uint8)
-    for byte in range(256):
-        places = [place for place in range(BUCKET) if byte >> (7 - place) & 1]
-        found[byte, : len(places)] = places
-    return found
-
-
-_NTH_BIT: Final = _nth_bits()
 
 
 def _prime(least: int) -> int:
@@ -73,6 +66,7 @@ class Generation:
         self.values: Values = np.zeros(self.buckets * BUCKET, np.uint32)  # 0 where there is no hash
         self.live = 0
         self.marks = 0  # slots that hashes were taken out of, and that are not empty
+        self._touched = 0  # buckets
 
     @property
     def slots(self) -> int:
@@ -82,49 +76,63 @@ class Generation:
     def nbytes(self) -> int:
         return self.hashes.nbytes + self.values.nbytes
 
+    def touch(self, buckets: int) -> None:
+        """Before anything is in it: write to so many more, whose memory the system gives only then, and slowly."""
+        stop = self._touched + buckets
+        self.hashes[self._touched : stop] = EMPTY
+        self.values[self._touched * BUCKET : stop * BUCKET] = 0
+        self._touched = stop
+
     def find(self, hashes: Hashes) -> Slots:
         """The slot of each; -1 where there is none."""
         found = np.full(len(hashes), _MISSING, np.int64)
-        which: Slots | None = None  # of `found`, after the first round
+        which = np.arange(len(hashes))  # of `found`: those that are looked for still
         at = self._homes(hashes)
+        width = 1
         while len(hashes):
-            rows = self.hashes.take(at, axis=0)
+            buckets = self._path(at, hashes, width)
+            rows = self._rows(buckets, width)
             hits = np.flatnonzero(rows == hashes[:, None])
-            hit = hits >> 3
-            found[hit if which is None else which[hit]] = (at[hit] << 3) + (hits & 7)
-            if len(hit) == len(hashes):
-                break
-            goes_on = rows.min(axis=1) != EMPTY
-            goes_on[hit] = False
-            left = np.flatnonzero(goes_on)
-            which = left if which is None else which[left]
-            hashes = hashes[left]
-            at = self._next(at[left], hashes)
+            hit = hits // (BUCKET * width)
+            found[which[hit]] = (buckets[hits >> 3] << 3) + (hits & 7)
+            is_left = np.ones(len(hashes), np.bool_)
+            is_left[hit] = False
+            left = np.flatnonzero(is_left)
+            left = left[(rows[left] != EMPTY).all(axis=1)]
+            at = self._path(at[left], hashes[left], width + 1)[width :: width + 1]
+            which, hashes = which[left], hashes[left]
+            width = _width(len(hashes))
         return found
 
     def put(self, hashes: Hashes, values: Values) -> None:
         """Hashes that are not here, each once."""
         self.live += len(hashes)
+        flat = self.hashes.reshape(-1)
         at = self._homes(hashes)
+        width = 1
         while len(hashes):
-            order = np.argsort(at, kind="stable")
-            at, hashes, values = at[order], hashes[order], values[order]
-            rows = self.hashes.take(at, axis=0)
-            free = np.packbits(rows <= TAKEN_OUT, axis=1)[:, 0]
-            place = _NTH_BIT[free, np.minimum(_ranks(at), BUCKET)]
-            fits = place < BUCKET
-            slots = (at[fits] << 3) + place[fits]
-            flat = self.hashes.reshape(-1)
-            self.marks -= int(np.count_nonzero(flat[slots] == TAKEN_OUT))
+            buckets = self._path(at, hashes, width)
+            is_free = self._rows(buckets, width) <= TAKEN_OUT
+            place = is_free.argmax(axis=1) + np.arange(0, is_free.size, is_free.shape[1])
+            fits = np.flatnonzero(is_free.reshape(-1)[place])
+            place = place[fits]
+            slots = (buckets[place >> 3] << 3) + (place & 7)
+            is_marked = flat[slots] == TAKEN_OUT
             flat[slots] = hashes[fits]
-            self.values[slots] = values[fits]
-            left = ~fits
-            hashes, values = hashes[left], values[left]
-            at = self._next(at[left], hashes)
+            is_in = flat[slots] == hashes[fits]  # of those that chose the same slot, one
+            self.marks -= int(np.count_nonzero(is_marked & is_in))
+            self.values[slots[is_in]] = values[fits[is_in]]
+            is_left = np.ones(len(hashes), np.bool_)
+            is_left[fits] = False
+            full = np.flatnonzero(is_left)
+            at[full] = self._path(at[full], hashes[full], width + 1)[width :: width + 1]
+            is_left[fits] = ~is_in
+            at, hashes, values = at[is_left], hashes[is_left], values[is_left]
+            width = _width(len(hashes))
 
     def clear(self, slots: Slots) -> None:
         """Take out what is in these, each given once."""
-        has_empty = self.hashes.take(slots >> 3, axis=0).min(axis=1) == EMPTY
+        has_empty = _any(self.hashes.take(slots >> 3, axis=0) == EMPTY)
         self.hashes.reshape(-1)[slots] = np.where(has_empty, np.uint64(EMPTY), np.uint64(TAKEN_OUT))
         self.values[slots] = 0
         self.live -= len(slots)
@@ -138,6 +146,18 @@ class Generation:
             changed = after[self.values[slots]]
             self.values[slots] = changed
             self.clear(slots[changed == 0])
+
+    def take(self, first: int, stop: int) -> tuple[Hashes, Values]:
+        """All that is in buckets [first, stop), which have marks instead from now on."""
+        hashes = self.hashes[first:stop].reshape(-1)
+        values = self.values[first * BUCKET : stop * BUCKET]
+        slots = np.flatnonzero(hashes > TAKEN_OUT)
+        taken = hashes[slots], values[slots]
+        hashes[slots] = TAKEN_OUT
+        values[slots] = 0
+        self.live -= len(slots)
+        self.marks += len(slots)
+        return taken
 
     def check(self) -> Iterator[str]:
         flat = self.hashes.reshape(-1)
@@ -156,18 +176,29 @@ class Generation:
     def _homes(self, hashes: Hashes) -> Slots:
         return (((hashes >> _HALF) * np.uint64(self.buckets)) >> _HALF).view(np.int64)
 
-    def _next(self, at: Slots, hashes: Hashes) -> Slots:
-        step = (hashes & _LOW) % np.uint64(self.buckets - 1) + np.uint64(1)
-        return (at + step.view(np.int64)) % self.buckets
+    def _path(self, at: Slots, hashes: Hashes, width: int) -> Slots:
+        """Bucket `at` of each and those that it would go on to, `width` in all."""
+        if width == 1:
+            return at
+        step = ((hashes & _LOW) % np.uint64(self.buckets - 1) + np.uint64(1)).view(np.int64)
+        path: Slots = (at[:, None] + step[:, None] * np.arange(width)) % self.buckets
+        return path.reshape(-1)
+
+    def _rows(self, buckets: Slots, width: int) -> Hashes:
+        """`[n, 8 * width]`: the hashes of these, `width` buckets to a row."""
+        self.hashes.reshape(-1).take(buckets << 3)  # more of these wait for memory at a time than of whole buckets
+        return self.hashes.take(buckets, axis=0).reshape(-1, BUCKET * width)
 
 
-def _ranks(groups: Slots) -> Slots:
-    """How many equal numbers are before each, in an ascending array."""
-    places = np.arange(len(groups))
-    is_first = np.empty(len(groups), np.bool_)
-    is_first[:1] = True
-    np.not_equal(groups[1:], groups[:-1], out=is_first[1:])
-    return places - np.maximum.accumulate(np.where(is_first, places, 0))
+def _width(left: int) -> int:
+    """Buckets to look at together: the fewer hashes are left, the more of each, since a round has a price of its own."""
+    return max(1, min(LOOKED_AT // max(1, left), WIDTH_MOST))
+
+
+def _any(rows: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Of each row of eight, whether any is true."""
+    found: NDArray[np.bool_] = rows.view(np.uint64)[:, 0] != 0
+    return found
 
 
 class NameTable:
@@ -176,6 +207,7 @@ class NameTable:
     def __init__(self) -> None:
         self._current = Generation(0)
         self._last: Generation | None = None
+        self._next: Generation | None = None  # empty
         self._moved = 0  # buckets of the last generation, from its first
         self._pace = 1  # slots to move for each hash that may come, so that the last is gone before the next is needed
 
@@ -184,7 +216,8 @@ class NameTable:
 
     @property
     def nbytes(self) -> int:
-        return self._current.nbytes + (self._last.nbytes if self._last is not None else 0)
+        generations = (self._current, self._last, self._next)
+        return sum(generation.nbytes for generation in generations if generation is not None)
 
     @property
     def values(self) -> Values:
@@ -195,24 +228,26 @@ class NameTable:
         """The value of each; 0 where there is none. Changes nothing."""
         slots = self._current.find(hashes)
         found = self._current.values.take(slots, mode="wrap")
-        missing = np.flatnonzero(slots == _MISSING)
+        missing = np.flatnonzero(slots < 0)
         if len(missing):
             found[missing] = 0
             if self._last is not None:
                 slots = self._last.find(hashes[missing])
-                is_here = slots != _MISSING
+                is_here = slots >= 0
                 found[missing[is_here]] = self._last.values[slots[is_here]]
         return found
 
     def find(self, hashes: Hashes, *, room: int = 0) -> Slots:
         """The slot of each; -1 where there is none. So many may be put before the next call."""
-        self._make_room(room, self._pace * len(hashes))
+        self._make_room(room, len(hashes))
         slots = self._current.find(hashes)
         if self._last is not None:
             missing = np.flatnonzero(slots == _MISSING)
             in_last = self._last.find(hashes[missing])
-            is_here = in_last != _MISSING
-            self._take_over(in_last[is_here])
+            is_here = in_last >= 0
+            missing, in_last = missing[is_here], in_last[is_here]
+            self._current.put(hashes[missing], self._last.values[in_last])
+            self._last.clear(in_last)
             slots[missing] = self._current.find(hashes[missing])
         return slots
 
@@ -249,34 +284,38 @@ class NameTable:
         if self._last is not None:
             yield self._last
 
-    def _make_room(self, more: int, moved: int) -> None:
-        """So that `more` hashes can be put; and go on with moving, by so many slots."""
+    def _make_room(self, more: int, hashes: int) -> None:
+        """So that `more` hashes can be put; and go on with what is under way, in step with a change of so many."""
         if self._last is not None:
-            self._move(max(MOVED_LEAST, moved))
-        wanted = len(self) + more
-        is_full = wanted + self._current.marks > LOAD * self._current.slots
-        is_thin = wanted < THIN * self._current.slots and self._current.buckets > LEAST_BUCKETS
-        if is_full or (is_thin and self._last is None):
-            if self._last is not None:
-                self._move(self._last.slots)
-            self._last, self._moved = self._current, 0
-            self._current = Generation(int(wanted * GROWTH / LOAD))
-            self._pace = 1 + int(self._last.slots / (LOAD * self._current.slots - wanted))
-            self._move(MOVED_LEAST)
+            self._move(max(MOVED_LEAST, self._pace * hashes))
+        wanted, slots = len(self) + more, self._current.slots
+        is_thin = wanted < THIN * slots and self._current.buckets > LEAST_BUCKETS and self._last is None
+        filled = (wanted + self._current.marks) / slots
+        if self._last is None and filled > PREPARED:
+            self._next = self._next or Generation(int(wanted * GROWTH / LOAD))
+            self._next.touch(1 + int(self._next.buckets * hashes / ((LOAD - PREPARED) * slots)))
+        if filled > LOAD or is_thin:
+            self._begin(wanted)
+
+    def _begin(self, wanted: int) -> None:
+        """A generation for so many hashes."""
+        if self._last is not None:
+            self._move(self._last.slots)
+        room = LOAD * self._next.slots - wanted if self._next is not None else 0
+        if self._next is None or room < wanted * (GROWTH - 1) / 2:
+            self._next = Generation(int(wanted * GROWTH / LOAD))
+            room = LOAD * self._next.slots - wanted
+        self._last, self._current, self._next = self._current, self._next, None
+        self._pace = 1 + int(HASTE * self._last.slots / room)
+        self._moved = 0
+        self._move(MOVED_LEAST)
 
     def _move(self, slots: int) -> None:
         """Of the last generation's next buckets, at least one; when none is left, it goes."""
         assert self._last is not None
-        first, stop = self._moved, min(self._moved + max(1, slots // BUCKET), self._last.buckets)
-        found = np.flatnonzero(self._last.hashes[first:stop] > TAKEN_OUT) + first * BUCKET
+        stop = min(self._moved + max(1, slots // BUCKET), self._last.buckets)
+        for first in range(self._moved, stop, MOVED_AT_ONCE):
+            self._current.put(*self._last.take(first, min(first + MOVED_AT_ONCE, stop)))
         self._moved = stop
-        self._take_over(found)
         if stop == self._last.buckets:
             self._last = None
-
-    def _take_over(self, slots: Slots) -> None:
-        """From the last generation into the current one."""
-        assert self._last is not None
-        hashes, values = self._last.hashes.reshape(-1)[slots], self._last.values[slots]
-        self._last.clear(slots)
-        self._current.put(hashes, values)

@@ -29,7 +29,8 @@ class SequenceKv:
 
     def __init__(self, cache: DynamicCache) -> None:
         self.length = int(cache.get_seq_length())
-        self._buffers = [(self._with_room(layer.keys), self._with_room(layer.values)) for layer in cache.layers]
+        layers: list[Any] = cache.layers
+        self._buffers = [(self._with_room(layer.keys), self._with_room(layer.values)) for layer in layers]
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds the token that follows, `[1, kv_heads, 1, head_dim]`; returns all there are, it among them."""
@@ -79,7 +80,7 @@ def attend_each(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' SDPA; for a step's keys and values, that of each row by itself."""
-    if isinstance(key, torch.Tensor):
+    if isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor):
         whole: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return whole
     outputs = [

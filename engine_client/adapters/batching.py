@@ -119,7 +119,7 @@ class BatchingEngine(TransformersEngine):
         config = model.config.get_text_config(decoder=True)
         self.vocabulary = int(config.vocab_size)
         self.context_tokens = int(config.max_position_embeddings)
-        stop = model.generation_config.eos_token_id if model.generation_config is not None else None
+        stop = model.generation_config.eos_token_id
         self.ends = frozenset([stop] if isinstance(stop, int) else stop or ())
 
     def use_threads(self, threads: int) -> None:
@@ -147,6 +147,8 @@ class BatchingEngine(TransformersEngine):
         if load is not None:
             most = self._on_grid(len(tokens) - MIN_COMPUTED_TOKENS)
             running.prefix.find(load, tokens[:most], self._load_deadline_s, self._grid_tokens)
+            if running.prefix.tokens == 0:
+                running.prefix.close()
         storable = self._on_grid(len(tokens))
         if store is not None and storable > running.prefix.tokens:
             running.offering.begin(store, tokens[:storable], running.prefix)

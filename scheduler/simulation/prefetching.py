@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from math import inf, log
 from typing import Final, Protocol
 
@@ -27,7 +28,7 @@ PACE_WEIGHT: Final = 0.1  # of the newest interval between two starts, in the ex
 class Scene:
     """What happens around the strategies. Defaults: LLaMA3-70B on one node of eight GPUs.
 
-    kv_bytes: of a token: 80 layers x 8 heads x 128 x 2 x 2 bytes. link_rate: bytes/s, 100 Gbit/s. slow_link: share of
+    kv_bytes: of a token: 80 layers x 8 heads x 128 x 2 x 2 bytes. link_rate: bytes/s, 200 Gbit/s. slow_link: share of
     it in a bad phase. slow_pace, fast_pace: of decoding. others_bytes: what other work takes of the memory in a phase.
     """
 
@@ -37,13 +38,13 @@ class Scene:
     output_tokens_mean: float = 120.0
     step_s: float = 0.03
     slots: int = 12
-    memory_bytes: int = 80_000_000_000
-    link_rate: float = 12.5e9
+    memory_bytes: int = 64_000_000_000
+    link_rate: float = 25e9
     latency_s: float = 0.002
-    slow_link: float = 0.45
+    slow_link: float = 0.4
     slow_pace: float = 0.4
     fast_pace: float = 1.5
-    others_bytes: int = 30_000_000_000
+    others_bytes: int = 24_000_000_000
     phase_s: float = 15.0
     load: float = 0.85  # of what all slots could do at an even pace
     burst: float = 3.0  # arrivals in a burst, to their mean
@@ -217,6 +218,12 @@ class Outcome:
     @property
     def stall_s(self) -> float:
         return sum(self.stalls_s)
+
+    @property
+    def ahead_bytes_mean(self) -> float:
+        """Over time: what lay in memory before it was used."""
+        held = sum(one.ahead_bytes * (next_.at_s - one.at_s) for one, next_ in pairwise(self.samples))
+        return held / (self.samples[-1].at_s - self.samples[0].at_s)
 
     def stall_quantile_s(self, share: float) -> float:
         return sorted(self.stalls_s)[min(len(self.stalls_s) - 1, int(share * len(self.stalls_s)))]

@@ -48,7 +48,7 @@ class ConductorRoutes:
         return [
             Path("/v1/route", self.route, methods=["POST"]),
             Path("/v1/explain", self.explain, methods=["POST"]),
-            Path("/v1/requests/{id}", self.report, methods=["POST"]),
+            Path("/v1/requests/{id:path}", self.report, methods=["POST"]),
             Path("/v1/instances", self.register, methods=["POST"]),
             Path("/v1/instances", self.instances, methods=["GET"]),
             Path("/v1/instances/{name}/heartbeat", self.heartbeat, methods=["POST"]),
@@ -159,7 +159,7 @@ def answered(document: Any) -> Response:
 def refused(refusal: Refusal) -> Response:
     """429, or 503 where nobody serves the model."""
     status = 503 if refusal.reason is Reason.NO_INSTANCE else 429
-    members = {"reason": refusal.reason.value, "id": refusal.request}
+    members: dict[str, Any] = {"reason": refusal.reason.value, "id": refusal.request}
     if refusal.reason is not Reason.NO_INSTANCE:
         members |= {"predicted": {"ttft_ms": refusal.ttft_s * 1000, "tbt_ms": refusal.tbt_s * 1000}}
     return Problem(

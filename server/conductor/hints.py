@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -39,15 +38,12 @@ class Hints:
     """`plan` what a request needs, then tell how it goes on; loads are asked for in the background, when their windows
     allow. A load that a node has begun is not called back: cancelling ends only what was not asked for yet."""
 
-    def __init__(
-        self, index: PrefixIndex, nodes: NodeViews, token: str, ca_file: str, *, most: int, expired: Callable[[str], None]
-    ) -> None:
+    def __init__(self, index: PrefixIndex, nodes: NodeViews, token: str, ca_file: str, *, most: int) -> None:
         self._index = index
         self._nodes = nodes
         self._token = token
         self._ca_file = ca_file
         self._most = most
-        self._expired = expired  # called with a request whose deadline is gone
         self._wanted: dict[str, Wanted] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._clients: dict[str, tuple[str, Client]] = {}
@@ -106,13 +102,14 @@ class Hints:
 
     def _in_memory(self, wanted: Wanted, node: str, stop: int) -> int:
         """Blocks of the chain that the node has in memory, from the first."""
-        return int(self._index.prefixes(wanted.hashed.chain.names[:stop])[self._index.holder(holder_of(node)), DRAM])
+        lengths = self._index.prefixes(wanted.hashed.chain.names[:stop])
+        holder = self._nodes.views[node].holder
+        return int(lengths[holder, DRAM]) if holder < len(lengths) else 0
 
     def _pump(self, now: float) -> None:
         for request in self.prefetching.expired(now):
             self._wanted.pop(request, None)
             self._stop(request)
-            self._expired(request)
         if len(self._tasks) < self._most:
             for hint in self.prefetching.due(now):
                 self._tasks[hint.request] = asyncio.get_running_loop().create_task(self._load(hint))
@@ -140,8 +137,7 @@ class Hints:
                 parent = wanted.hashed.key(pull.first - 1) if pull.first else None
                 self.sent += 1
                 await client.promote(space, keys, LOAD_S, parent)
-                while self._in_memory(wanted, node, pull.stop) < pull.stop:
-                    await asyncio.sleep(LOOK_S)
+                await self._come(wanted, node, pull.stop)
             self.loaded += 1
             self.prefetching.arrived(hint.request, time.monotonic())
         except (StoreError, TimeoutError) as error:
@@ -153,6 +149,13 @@ class Hints:
             if self._tasks.get(hint.request) is asyncio.current_task():
                 del self._tasks[hint.request]
         self._pump(time.monotonic())
+
+    async def _come(self, wanted: Wanted, node: str, stop: int) -> None:
+        """Wait until the node's events have told of all these blocks: nobody says when it is the last."""
+        while True:
+            if self._in_memory(wanted, node, stop) >= stop:
+                return
+            await asyncio.sleep(LOOK_S)
 
     async def _at(self, node: str, wanted: Wanted) -> tuple[Client, OpenSpace]:
         """The node's client, and the namespace as it has it there. Raises StoreError."""

@@ -1,6 +1,7 @@
 """What the Conductor is told and asked over HTTP, decoded strictly: a refusal names the field."""
 
 import re
+from array import array
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -117,7 +118,7 @@ def route_body(body: bytes) -> tuple[RouteQuery, NDArray[np.uint32]]:
         asked = _ROUTE.decode(body)
     except msgspec.DecodeError as error:
         raise problem_of(error) from error
-    return asked, np.array(asked.tokens, dtype=np.uint32)
+    return asked, np.frombuffer(array("I", asked.tokens), dtype=np.uint32)  # a third of np.array's time
 
 
 def route_octets(body: bytes, query: list[tuple[str, str]]) -> tuple[RouteQuery, NDArray[np.uint32]]:

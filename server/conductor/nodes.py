@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from contextlib import aclosing
 from typing import Any, Final
 
@@ -36,9 +36,9 @@ class NodeView:
     `standing` is DEGRADED too while blocks are left out because the index is full.
     """
 
-    def __init__(self, name: str, index: PrefixIndex, most_blocks: int) -> None:
+    def __init__(self, name: str, holder: int, index: PrefixIndex, most_blocks: int) -> None:
         self.name = name
-        self.holder = index.holder(holder_of(name))
+        self.holder = holder
         self.told = Standing.DEGRADED  # by its follower
         self.changed_s = time.monotonic()  # when it was heard of last while that was not exact
         self.failure = ""
@@ -90,24 +90,27 @@ class NodeView:
 
 
 class NodeViews:
-    """A follower for each node that was named, by an instance or in the settings."""
+    """A follower for each node that was named, by an instance or in the settings. `holder` gives a holder's number;
+    `named` says which nodes are named now: others are dropped once they are out of reach for too long."""
 
     def __init__(
         self,
         index: PrefixIndex,
+        holder: Callable[[str], int],
         token: str,
         ca_file: str,
         *,
         forget_after_s: float,
         most_blocks: int,
-        changed: Callable[[], None],
+        named: Callable[[], Set[str]],
     ) -> None:
         self._index = index
+        self._holder = holder
         self._token = token
         self._ca_file = ca_file
         self._forget_after_s = forget_after_s
         self._most_blocks = most_blocks
-        self._changed = changed  # called when there is a holder more
+        self._named = named
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.views: dict[str, NodeView] = {}
         self.addresses: dict[str, str] = {}
@@ -119,19 +122,28 @@ class NodeViews:
             return
         self.addresses[name] = address
         if name not in self.views:
-            self.views[name] = NodeView(name, self._index, self._most_blocks)
-            self._changed()
+            self.views[name] = NodeView(name, self._holder(holder_of(name)), self._index, self._most_blocks)
         self._restart(name)
 
     def look(self) -> None:
         """Forget what nodes had that are out of reach for too long; to be called now and then."""
         now = time.monotonic()
-        for name, view in self.views.items():
-            if view.told is Standing.DEGRADED and now - view.changed_s > self._forget_after_s:
-                view.forget()
-                view.changed_s = now
-                self.forgotten += 1
+        late = [
+            name
+            for name, view in self.views.items()
+            if view.told is Standing.DEGRADED and now - view.changed_s > self._forget_after_s
+        ]
+        named = self._named() if late else frozenset()
+        for name in late:
+            view = self.views[name]
+            view.forget()
+            view.changed_s = now
+            self.forgotten += 1
+            if name in named:
                 self._restart(name)  # a follower that goes on where it was would leave out what is forgotten now
+            else:
+                self._tasks.pop(name).cancel()
+                del self.views[name], self.addresses[name]
 
     async def close(self) -> None:
         for task in self._tasks.values():

@@ -77,7 +77,8 @@ class ScalingLimits(msgspec.Struct, frozen=True, kw_only=True):
     prefill_max: Count = 64
     decode_min: Count = 1
     decode_max: Count = 64
-    target: Share = 0.7  # of an instance's capacity: above it queues grow faster than load
+    prefill_utilisation: Share = 0.7  # of an instance: above it queues grow faster than load
+    decode_utilisation: Share = 0.8  # nothing queues in a batch, but contexts grow
     hold: Seconds = 300.0  # before one goes: starting an engine again takes minutes
 
 

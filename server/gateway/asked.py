@@ -10,6 +10,9 @@ TEXT_LENGTH: Final = 256
 MOST_PRIORITY: Final = 1000
 MOST_DEADLINE_MS: Final = 86_400_000.0
 MOST_OUTPUT: Final = 1 << 30
+NOT_FOR_CLIENTS: Final = frozenset(  # priority goes to the Conductor; the others tell engines where to fetch KV from
+    {"priority", "kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room"}
+)
 
 
 class Refused(Exception):
@@ -106,7 +109,7 @@ def asked(path: str, body: Any, headers: Mapping[str, str], *, request_id: str, 
     return Asked(
         id=request_id,
         path=path,
-        body={name: value for name, value in body.items() if name != "priority"},
+        body={name: value for name, value in body.items() if name not in NOT_FOR_CLIENTS},
         tenant=tenant,
         session=session[:TEXT_LENGTH] if isinstance(session, str) else "",
         priority=int(priority or 0),

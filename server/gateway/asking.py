@@ -105,8 +105,24 @@ class Asking:
                 self._mark(is_up=False, why=str(error))
         return self._fall_back(wanted, exclude)
 
+    async def prefilled(self, attempt_id: str) -> None:
+        """Tell the Conductor, which may still refuse the decode. Raises Refused."""
+        if not self.is_up:
+            return
+        url = url_at(self._settings.conductor, f"/v1/requests/{attempt_id}")
+        timeout_s = self._settings.route_timeout
+        try:
+            answer = await self._upstream.json(
+                "POST", url, {"state": "prefilled"}, headers=self._headers, timeout_s=timeout_s
+            )
+        except (TransportError, ProtocolError):
+            self.counts["undelivered"] += 1
+            return
+        if answer.status in (429, 503) and "retry-after" in answer.headers:
+            raise _refusal(answer)
+
     def report(self, attempt_id: str, state: State, instance: str = "") -> None:
-        """Tell the Conductor some time soon; what is too much for the queue is dropped, oldest last."""
+        """Tell the Conductor some time soon; what the queue has no room for is dropped."""
         body = {"state": state, **({"instance": instance} if instance else {})}
         self.counts["reports"] += 1
         try:

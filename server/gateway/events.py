@@ -19,15 +19,15 @@ async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
     Raises ProtocolError for an event over EVENT_BYTES, and what `chunks` raises.
     """
-    waiting = bytearray()
+    waiting = b""
     async for chunk in chunks:
-        begin = max(0, len(waiting) - 3)
+        begin = max(0, len(waiting) - 3)  # a blank line may have begun with the last three bytes
         waiting += chunk
         end = 0
         for match in BLANK.finditer(waiting, begin):
-            yield bytes(waiting[end : match.end()])
+            yield waiting[end : match.end()]
             end = match.end()
-        del waiting[:end]
+        waiting = waiting[end:]
         if len(waiting) > EVENT_BYTES:
             raise ProtocolError(f"an event has more than {EVENT_BYTES} bytes")
 

@@ -37,7 +37,6 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str = ""  # a folder or name for transformers; "": an engine's /tokenize
     tries: Threads = 4  # instances or pairs that one request is sent to: three may die under it
     limit: Count = 1024  # requests under way; over it clients get 503
-    connections: Count = 4096  # of clients: kept-alive ones cost little
     body_bytes: Bytes = 64 << 20  # of a request: images come inline
     reports: Count = 10_000  # that wait for the Conductor at most; a request makes two
     refresh: Timeout = 1.0  # between two looks at the instances, and for a Conductor that was lost

@@ -46,14 +46,14 @@ class Answer:
 
 
 class Streamed:
-    """An answer whose body still comes. Names of `headers` are in lower case."""
+    """An answer whose body still comes. Names of `headers` are in lower case; `idle_s` may be set on the way."""
 
     def __init__(self, response: "aiohttp.ClientResponse", url: str, idle_s: float, broken: Errors) -> None:
         self.status = response.status
         self.headers = _lower(response)
         self._response = response
         self._url = url
-        self._idle_s = idle_s
+        self.idle_s = idle_s
         self._broken = broken
 
     @property
@@ -64,10 +64,10 @@ class Streamed:
         """The body's bytes as they come. Raises PeerLost, DeadlineExceeded when none came for `idle_s`."""
         while True:
             try:
-                async with asyncio.timeout(self._idle_s):
+                async with asyncio.timeout(self.idle_s):
                     chunk = await self._response.content.readany()
             except TimeoutError as error:
-                raise DeadlineExceeded(f"{self._url}: nothing came for {self._idle_s:g} s") from error
+                raise DeadlineExceeded(f"{self._url}: nothing came for {self.idle_s:g} s") from error
             except self._broken as error:
                 raise PeerLost(f"{self._url}: {str(error) or type(error).__name__}") from error
             if not chunk:

@@ -5,9 +5,14 @@ from typing import NamedTuple
 
 class Fault(NamedTuple):
     situation: str
-    file: str  # in kvstore
+    file: str  # in kvstore, if no package is named
     before: str  # once in the file
     after: str
+
+    @property
+    def path(self) -> str:
+        """In the repository."""
+        return self.file if self.file.startswith("scheduler/") else f"kvstore/{self.file}"
 
 
 # The model must find these by itself.

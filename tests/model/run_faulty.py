@@ -31,6 +31,8 @@ SUITES = {
     "transfers model": ["model/test_rdma_transfers_model.py"],
     "directory": ["unit/test_homes.py", "unit/test_directory.py", "unit/test_announcer.py"],
     "directory model": ["model/test_directory_model.py"],
+    "conductor": ["unit/test_conductor.py"],
+    "conductor model": ["model/test_conductor_model.py"],
 }
 OPTIONS = ["-q", "-x", "--tb=line", "--assert=plain", "-p", "no:cacheprovider", "--noconftest", "--rootdir", "."]
 
@@ -49,7 +51,7 @@ def run(suite: str, folder: Path) -> None:
 
 def main(suite: str, folders: list[Path]) -> None:
     assert hypothesis.stateful.__name__ in sys.modules
-    assert not any(name.startswith("kvstore") for name in sys.modules), "each fork imports its own"
+    assert not any(name.startswith(("kvstore", "scheduler")) for name in sys.modules), "each fork imports its own"
     running: dict[int, Path] = {}
     while folders or running:
         while folders and len(running) < AT_ONCE:

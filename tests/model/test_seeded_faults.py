@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.model import channel_faults, directory_faults, faults, published_faults, rdma_faults, tier_faults
+from tests.model import (
+    channel_faults,
+    conductor_faults,
+    directory_faults,
+    faults,
+    published_faults,
+    rdma_faults,
+    tier_faults,
+)
 from tests.model.faults import Fault
 
 FAULTS = {
@@ -26,6 +34,8 @@ FAULTS = {
     "transfers model": rdma_faults.MODEL_FAULTS,
     "directory": directory_faults.FAULTS,
     "directory model": directory_faults.MODEL_FAULTS,
+    "conductor": conductor_faults.FAULTS,
+    "conductor model": conductor_faults.MODEL_FAULTS,
 }
 Outcomes = Callable[[str], dict[str, tuple[int, str]]]
 REPO = Path(__file__).parents[2]
@@ -33,11 +43,12 @@ FOUND, NOT_FOUND = 1, 0  # exit status of pytest
 
 
 def copy_package(folder: Path, fault: Fault | None) -> None:
-    """`folder` becomes a checkout with the fault in it."""
-    shutil.copytree(REPO / "kvstore", folder / "kvstore")
+    """`folder` becomes a checkout of the pure packages, with the fault in it."""
+    for package in ("kvstore", "scheduler"):
+        shutil.copytree(REPO / package, folder / package)
     (folder / "tests").symlink_to(REPO / "tests")
     if fault is not None:
-        file = folder / "kvstore" / fault.file
+        file = folder / fault.path
         file.write_text(file.read_text().replace(fault.before, fault.after))
 
 
@@ -84,7 +95,7 @@ def test_without_a_fault_nothing_is_found(suite: str, outcomes_of: Outcomes) -> 
     [pytest.param(suite, fault, id=fault.situation) for suite, faults in FAULTS.items() for fault in faults],
 )
 def test_is_found(suite: str, fault: Fault, outcomes_of: Outcomes) -> None:
-    source = (REPO / "kvstore" / fault.file).read_text()
+    source = (REPO / fault.path).read_text()
     assert source.count(fault.before) == 1, "the source has changed: seed this fault anew"
     status, output = outcomes_of(suite)[fault.situation]
     assert status == FOUND, output

@@ -183,7 +183,7 @@ class TestOneByOne:
         feed(refitting, prefills(draw, 300))
         before = refitting.cost
         refitting.seen(1000, 0, 1000 * PREFILL.seconds(1000, 0))
-        assert largest_error(refitting.cost, before.seconds) < 0.06
+        assert largest_error(refitting.cost, before.seconds) < 0.1
 
     def test_a_first_guess_that_is_fifty_times_too_fast_is_left_behind(self) -> None:
         draw = np.random.default_rng(5)

@@ -1,0 +1,95 @@
+"""The model that a worker serves, with its tokens, and the namespace that its KV has in the store."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kvstore.errors import ConfigError
+from kvstore.prefix import Namespace
+from server.worker.settings import BUILT_IN, WorkerSettings
+from server.worker.texts import ByteTokens, ModelTokens, Tokens
+
+if TYPE_CHECKING:
+    from engine_client.adapters.batching import BatchingEngine
+
+MEASURED_TOKENS: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """`name` is what clients and the store call it."""
+
+    name: str
+    engine: "BatchingEngine"
+    tokens: Tokens
+    namespace: Namespace
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one token."""
+        return self.namespace.block_bytes // self.namespace.block_tokens
+
+
+def load_model(settings: WorkerSettings) -> Model:
+    """Takes seconds. Raises ConfigError when something that it needs is missing, or the folder holds no model."""
+    try:
+        from engine_client.adapters import batching
+        from engine_client.adapters import transformers as adapter
+    except ImportError as error:
+        raise ConfigError(f"a worker needs the extra `engine`: {error}") from error
+    from engine_client.layout import namespace_fields
+
+    tokens: Tokens
+    try:
+        if settings.model == "tiny":
+            model, tokens, revision = adapter.tiny_model(dtype=settings.dtype), ByteTokens(), "seed-0"
+        elif settings.model == "smollm2":
+            model, tokenizer = adapter.load_model(settings.dtype, settings.threads)
+            tokens, revision = _tokens_of(tokenizer), adapter.smollm2_revision()
+        else:
+            model, tokenizer = batching.load_folder(Path(settings.model), settings.dtype, settings.threads)
+            tokens, revision = _tokens_of(tokenizer), settings.revision
+        engine = batching.BatchingEngine(
+            model,
+            block_tokens=settings.block_tokens,
+            chunk_tokens=settings.chunk_tokens,
+            is_exact=settings.batching == "exact",
+            load_deadline_s=settings.load_seconds,
+        )
+    except (ImportError, OSError, ValueError) as error:
+        raise ConfigError(f"worker.model {settings.model}: {error}") from error
+    name = settings.served_model or (settings.model if settings.model in BUILT_IN else Path(settings.model).name)
+    fields = namespace_fields(engine.layout, model=name, revision=revision)
+    return Model(name, engine, tokens, Namespace(**fields))
+
+
+def measure(engine: "BatchingEngine") -> dict[str, list[float]]:
+    """What the first prompts and steps take, as coefficients of the costs that a Conductor counts with.
+
+    Rough: attention is left out, and measurements of real work will tell more. It warms the model up as well.
+    """
+    from engine_client.adapters.batching import Sampler
+
+    first, second = (engine.open([1] * MEASURED_TOKENS, Sampler()) for _ in range(2))
+    for running in (first, second):
+        while engine.chunk(running) is None:
+            continue
+    steps_s = []
+    for batch in ([first], [first], [first, second]):
+        began = time.perf_counter()
+        engine.step(batch)
+        steps_s.append(time.perf_counter() - began)
+    per_sequence_s = max(0.0, steps_s[2] - steps_s[1])
+    return {
+        "prefill": [0.0, second.compute_s / MEASURED_TOKENS, 0.0, 0.0],
+        "decode": [max(0.0, steps_s[1] - per_sequence_s), per_sequence_s, 0.0],
+    }
+
+
+def _tokens_of(tokenizer: object) -> ModelTokens:
+    """Raises ValueError for a tokenizer that is not one of transformers'."""
+    try:
+        return ModelTokens(tokenizer.encode, tokenizer.decode, tokenizer.apply_chat_template)  # type: ignore[attr-defined]
+    except AttributeError as error:
+        raise ValueError(f"its tokenizer cannot be used: {error}") from error

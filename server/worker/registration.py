@@ -1,0 +1,112 @@
+"""A worker at its Conductor: registers, says how it is doing, takes the role that it is given.
+
+A Conductor that is gone is looked for again, less and less often; the worker serves on.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+from kvstore.errors import ProtocolError, TransportError
+from server.gateway.upstream import Answer, Upstream, url_at
+
+log = logging.getLogger("cairn.worker")
+
+ASK_S: Final = 5.0
+HEARTBEAT_S: Final = 1.0  # where the Conductor does not say
+LEAST_S, MOST_S = 0.5, 30.0  # between two tries to register
+NOT_REGISTERED: Final = 404
+
+
+class Registration:
+    """`run` until cancelled, `leave` when the worker is to stop, `close` when it does.
+
+    `body` says what the worker is, `beat` how it is doing now.
+    """
+
+    def __init__(
+        self,
+        conductor: str,
+        token: str,
+        body: Callable[[], dict[str, Any]],
+        beat: Callable[[], dict[str, Any]],
+        told: Callable[[str], None],
+    ) -> None:
+        """told: what it is called with says which role the Conductor wants."""
+        self._conductor = conductor
+        self._headers = {"authorization": f"Bearer {token}"} if token else {}
+        self._body = body
+        self._beat = beat
+        self._told = told
+        self._upstream = Upstream()
+        self._name = str(body()["name"])
+        self._said: dict[str, Any] = {}
+        self.is_registered = False
+
+    async def run(self) -> None:
+        """Only ends by being cancelled."""
+        wait_s = LEAST_S
+        while True:
+            try:
+                heartbeat_s = await self._register()
+                wait_s = LEAST_S
+                await self._keep_saying(heartbeat_s)
+            except (TransportError, ProtocolError) as error:
+                log.warning("the Conductor cannot be reached, next try in %g s: %s", wait_s, error)
+            self.is_registered = False
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, MOST_S)
+
+    async def leave(self) -> None:
+        """Tell the Conductor that nothing more should come."""
+        if self.is_registered:
+            try:
+                await self._ask("POST", f"/v1/instances/{self._name}/drain", None)
+            except TransportError as error:
+                log.warning("the Conductor was not told that this worker stops: %s", error)
+
+    async def close(self) -> None:
+        """Take the worker off the Conductor's list."""
+        if self.is_registered:
+            try:
+                await self._ask("DELETE", f"/v1/instances/{self._name}", None)
+            except TransportError as error:
+                log.warning("the Conductor was not told that this worker is gone: %s", error)
+        await self._upstream.close()
+
+    async def _register(self) -> float:
+        """The seconds between two heartbeats. Raises TransportError, ProtocolError."""
+        self._said = self._body()
+        answer = await self._ask("POST", "/v1/instances", self._said)
+        if not answer.is_ok:
+            raise ProtocolError(f"it answered {answer.status}: {answer.body[:200]!r}")
+        heartbeat_ms = _field(answer, "heartbeat_ms")
+        self.is_registered = True
+        log.info("registered at the Conductor %s", self._conductor)
+        return heartbeat_ms / 1000 if isinstance(heartbeat_ms, int | float) and heartbeat_ms > 0 else HEARTBEAT_S
+
+    async def _keep_saying(self, heartbeat_s: float) -> None:
+        """Until there is something to register again. Raises TransportError, ProtocolError."""
+        while self._body() == self._said:
+            answer = await self._ask("POST", f"/v1/instances/{self._name}/heartbeat", self._beat())
+            if answer.status == NOT_REGISTERED:
+                return
+            if not answer.is_ok:
+                raise ProtocolError(f"it answered {answer.status} to a heartbeat: {answer.body[:200]!r}")
+            role = _field(answer, "role")
+            if isinstance(role, str):
+                self._told(role)
+                self._said["role"] = role
+            await asyncio.sleep(heartbeat_s)
+
+    async def _ask(self, method: str, path: str, body: Any) -> Answer:
+        url = url_at(self._conductor, path)
+        return await self._upstream.json(method, url, body, headers=self._headers, timeout_s=ASK_S)
+
+
+def _field(answer: Answer, name: str) -> Any:
+    document = answer.json()
+    if not isinstance(document, dict):
+        raise ProtocolError(f"it answered {document!r}")
+    return document.get(name)

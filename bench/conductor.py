@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any, Final
@@ -44,6 +45,9 @@ HITS: Final = {  # figure 10: local and global hit ratio, seconds of prefill a r
 }
 SPREADS: Final = {"local": "least_loaded", "global": "kvcache_centric"}
 DIVISIONS: Final = (4, 6, 8, 10, 12, 14)  # prefill instances, of 16
+SHAPE: Final = Shape()
+OVERLOAD_SLO: Final = Slo(30.0, 0.036)
+DIVISION_SLO: Final = Slo(10.0, 0.1)  # figure 15
 WARM_S: Final = 60.0  # of a replay, before and after which its load is no steady one
 
 
@@ -75,11 +79,11 @@ class Assumptions:
     slow_decode: as `division`'s, how many times longer decode steps take than their bytes and operations need.
     """
 
-    shape: Shape = Shape()
+    shape: Shape = SHAPE
     overload_speed: float = 2.0
-    overload_slo: Slo = Slo(30.0, 0.036)
+    overload_slo: Slo = OVERLOAD_SLO
     division_speed: float = 3.0
-    division_slo: Slo = Slo(10.0, 0.1)
+    division_slo: Slo = DIVISION_SLO
     slow_decode: float = 4.0
     cache_nodes: int = 10
     searched: int = 3000  # requests, in the search for the highest speed
@@ -156,7 +160,7 @@ def capacity(study: Study, plots: Path | None) -> Iterator[Row]:
             requests,
             systems,
             sought=() if study.is_brief else cut(requests, 0, study.assumed.searched),
-            told=lambda system, speed, trace=trace: study.told(f"{trace}, {system}, speed {speed:.2f}"),  # type: ignore[misc]
+            told=partial(_tell, study, trace),
         )
         if plots is not None:
             from bench.conductor_plots import draw_capacity
@@ -335,6 +339,10 @@ def table_of(rows: Sequence[Row]) -> Table:
             row.note,
         )
     return shown
+
+
+def _tell(study: Study, trace: str, system: str, speed: float) -> None:
+    study.told(f"{trace}, {system}, speed {speed:.2f}")
 
 
 def _first_tokens(requests: Requests) -> list[TraceRequest]:

@@ -1,9 +1,10 @@
 """Plots of the Conductor's tables: our values as bars and curves, published ones as diamonds."""
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 
-from scheduler.simulation.capacity import PUBLISHED_GAINS, TBT_S, Capacity, gain
+from scheduler.simulation.capacity import ENOUGH, PUBLISHED_GAINS, TBT_S, Capacity, gain
 from scheduler.simulation.outcomes import Outcomes
 from scheduler.tuning import Slo
 from server.commands import plotting
@@ -44,6 +45,7 @@ def draw_ttft(path: Path, mean_ttft_s: Mapping[str, float], published_s: Mapping
         ylabel="mean time to first token, seconds",
         title="Policies on the conversation trace, 16 instances",
     )
+    plotting.plain_seconds(axes.yaxis)
     axes.legend(fontsize=8)
     return plotting.save(drawn, path)
 
@@ -53,9 +55,13 @@ def draw_capacity(path: Path, trace: str, rows: Sequence[Capacity], disaggregate
     mine = {row.slo.tbt_s: row for row in rows if row.system == disaggregated}
     baselines = list(dict.fromkeys(row.system for row in rows if row.system != disaggregated))
     groups = [f"TBT ≤ {tbt_s * 1000:.0f} ms" for tbt_s in mine]
-    drawn = plotting.figure(12, 4.8)
-    readings = drawn.subplots(1, 2)
-    for axes, by_speed in zip(readings, (False, True), strict=True):
+    speed = "its own speed" if rows[0].speed == 1 else f"{rows[0].speed:g} times its speed"
+    titles = {False: f"requests within both limits, replayed at {speed}"}
+    if any(row.highest_speed for row in rows):
+        titles[True] = f"highest speed at which {ENOUGH:.0%} are within both limits"
+    drawn = plotting.figure(6 * len(titles), 4.8)
+    readings = drawn.subplots(1, len(titles), squeeze=False)[0]
+    for axes, (by_speed, reading) in zip(readings, titles.items(), strict=True):
         series = {}
         for name in baselines:
             theirs = {row.slo.tbt_s: row for row in rows if row.system == name}
@@ -63,9 +69,8 @@ def draw_capacity(path: Path, trace: str, rows: Sequence[Capacity], disaggregate
         marks = {f"over {baselines[0]}": _published(trace, list(mine))}
         plotting.bars(axes, groups, series, marks, number="{:+.0%}")
         axes.set_ylabel("more than the baseline, as a share of it")
+        axes.set_title(reading, fontsize=10)
         axes.legend(fontsize=8)
-    readings[0].set_title(f"requests within both limits, replayed at {rows[0].speed:g} times its speed", fontsize=10)
-    readings[1].set_title("highest speed at which 90 % are within both limits", fontsize=10)
     drawn.suptitle(f"Effective capacity on the {trace} trace, TTFT ≤ {rows[0].slo.ttft_s:g} s")
     return plotting.save(drawn, path)
 
@@ -99,9 +104,9 @@ def draw_ratio(path: Path, effective: Mapping[str, Mapping[str, float]], title: 
 
 
 def _gain(mine: Capacity, theirs: Capacity, *, by_speed: bool) -> float:
-    if by_speed:
-        return gain(mine.highest_speed, theirs.highest_speed)
-    return gain(mine.effective, theirs.effective)
+    """nan over a baseline that serves nothing."""
+    found = gain(mine.highest_speed, theirs.highest_speed) if by_speed else gain(mine.effective, theirs.effective)
+    return found if isfinite(found) else NONE
 
 
 def _published(trace: str, limits_s: Sequence[float]) -> list[float]:

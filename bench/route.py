@@ -53,8 +53,8 @@ def run(names: set[str]) -> Iterator[Figure]:
     if wanted & set(FIGURES[2:4] + FIGURES[6:]):
         with tempfile.TemporaryDirectory() as folder, running_node(Path(folder), "256MiB") as node:
             root = _fill(node, shared)
-            with _conductor(node) as url:
-                yield from (figure for figure in _over_http(url, shared, root) if figure.name in wanted)
+            with _conductor(node) as (url, pid):
+                yield from (figure for figure in _over_http(url, pid, shared, root) if figure.name in wanted)
 
 
 async def _in_process(shared: Prompt) -> list[Figure]:
@@ -98,7 +98,7 @@ def _decide(
     return sorted(wall), sorted(cpu)
 
 
-def _over_http(url: str, shared: Prompt, root: bytes) -> Iterator[Figure]:
+def _over_http(url: str, pid: int, shared: Prompt, root: bytes) -> Iterator[Figure]:
     began = time.perf_counter()
     with httpx.Client(base_url=url, timeout=30) as client:
         for body in _instances(root):
@@ -114,8 +114,10 @@ def _over_http(url: str, shared: Prompt, root: bytes) -> Iterator[Figure]:
     ):
         requests = [_http(body, as_json=as_json) for body in _bodies(shared, tokens, as_json=as_json)]
         is_long = tokens == LONG
+        began_s = _processor_s(pid)
         spans, wall_s = asyncio.run(_ask(url, requests, 300 if is_long else 4000, 1 if is_long else CONNECTIONS))
-        note = "over HTTP on loopback, the service on one core"
+        cpu_us = 1e6 * (_processor_s(pid) - began_s) / len(spans)
+        note = f"over HTTP on loopback, the service on one core; of that {cpu_us:,.0f} us each"
         yield _figure(name, spans, note, rate=None if is_long else len(spans) / wall_s)
 
 
@@ -189,6 +191,12 @@ async def _ask(url: str, requests: Sequence[bytes], count: int, connections: int
     return spans, time.perf_counter() - began
 
 
+def _processor_s(pid: int) -> float:
+    """That a process has used."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 def _fill(node: RunningNode, shared: Prompt) -> bytes:
     """BLOCKS blocks, those of the shared prompt first; the namespace's root."""
     batch = 1024
@@ -205,15 +213,15 @@ def _fill(node: RunningNode, shared: Prompt) -> bytes:
 
 
 @contextmanager
-def _conductor(node: RunningNode) -> Iterator[str]:
-    """A service process on one core; where it serves."""
+def _conductor(node: RunningNode) -> Iterator[tuple[str, int]]:
+    """A service process on one core; where it serves, and its number."""
     options = [*OPTIONS, f"--conductor.nodes=n0={node.tcp_address}", f"--conductor.node_token={node.token}", "--json"]
     process = subprocess.Popen([*COMMAND, *options], stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
         told = json.loads(process.stdout.readline())
         os.sched_setaffinity(told["pid"], {min(os.sched_getaffinity(0))})
-        yield told["addresses"]["http"]
+        yield told["addresses"]["http"], told["pid"]
     finally:
         process.terminate()
         process.wait(20)

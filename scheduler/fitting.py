@@ -26,12 +26,15 @@ NOISE: Final = 0.04  # variance of one measurement, relative: a machine with oth
 LEVEL_DRIFT: Final = 0.0002  # variance that a machine's speed gains between two: about the last 15 tell how fast it is
 FIRST_LEVEL: Final = 1.0  # the same variance at the beginning: another machine than the one that was measured
 DRIFT: Final = 0.002  # share by which the covariance goes back to the first one, at each measurement
+PULL: Final = 5e-5  # share by which the coefficients go back to the first ones' shape: many days of one length drift
 PRIOR_DEVIATION: Final = 0.25  # relative, of the initial cost over all lengths
 CLIP_SPREADS: Final = 3.0  # a measurement further from the prediction counts as this far
 FIRST_SPREAD: Final = 0.2  # mean deviation, relative
 SPREAD_GAIN: Final = 0.05
 LARGEST_DEVIATION: Final = 2.0  # a single stall must not open the clip for all that follow
-SHORTEST_S: Final = 1e-6  # predictions below are taken for this
+SHORTEST_S: Final = 1e-5  # no machine is faster
+LEAST_LEVEL: Final = 1e-3  # a machine is at most so much faster than it was said to be
+MOST_TOKENS: Final = 1 << 40  # more is no measurement, and squares must not overflow
 PRIOR_TOKENS: Final = tuple(16 << step for step in range(14))  # 16 to 128 Ki
 PRIOR_BATCHES: Final = (1, 4, 16, 64)
 PRIOR_CONTEXTS: Final = (128, 1024, 8192)  # of one sequence
@@ -77,7 +80,7 @@ def relative_errors(predicted: Sequence[float], seconds: Sequence[float]) -> tup
 
 
 class Refitting:
-    """A prefill cost that follows what the instance measures, however long it runs, in the memory of 20 numbers."""
+    """A prefill cost that follows what the instance measures, however long it runs, in constant memory."""
 
     def __init__(self, initial: PrefillCost) -> None:
         tokens = np.array([length for length in PRIOR_TOKENS for _ in range(2)], dtype=np.float64)
@@ -87,7 +90,7 @@ class Refitting:
 
     def seen(self, tokens: float, cached: float, seconds: float) -> None:
         """One prefill was measured; what cannot be one is ignored."""
-        if 0 <= cached < tokens and 0 < seconds < np.inf:
+        if 0 <= cached < tokens <= MOST_TOKENS and 0 < seconds < np.inf:
             self._following.seen(_prefill_rows(np.array([tokens]), np.array([cached]))[0], seconds)
             self._cost = None
 
@@ -109,7 +112,7 @@ class RefittingDecode:
 
     def seen(self, batch: float, context: float, seconds: float) -> None:
         """One step was measured; what cannot be one is ignored."""
-        if batch >= 1 and context >= 0 and 0 < seconds < np.inf:
+        if 1 <= batch <= MOST_TOKENS and 0 <= context <= MOST_TOKENS and 0 < seconds < np.inf:
             self._following.seen(_decode_rows(np.array([batch]), np.array([context]))[0], seconds)
             self._cost = None
 
@@ -126,14 +129,15 @@ class _Following:
     - the whole machine may have become slower or faster: variance along the coefficients themselves, so that one
       length tells of all others;
     - each length may have changed by itself: the covariance drifts back to that of the beginning, and never beyond it,
-      so that a thousand prompts of one length leave what is known of the others as it was.
+      so that a thousand prompts of one length leave what is known of the others nearly as it was.
     """
 
     def __init__(self, prior_rows: Floats, coefficients: Sequence[float]) -> None:
         initial = np.array(coefficients, dtype=np.float64)
-        rows = prior_rows / np.maximum(prior_rows @ initial, SHORTEST_S)[:, None]
+        initial[0] = max(initial[0], SHORTEST_S)
+        rows = prior_rows / (prior_rows @ initial)[:, None]
         self._scale = 1.0 / np.sqrt(np.mean(rows * rows, axis=0))  # the coefficients are ten orders of magnitude apart
-        self._scaled = initial / self._scale
+        self._initial = self._scaled = initial / self._scale
         rows = rows * self._scale
         self._mean_row = rows.mean(axis=0)
         self._prior: Floats = np.linalg.inv(rows.T @ rows) * (len(rows) / len(initial) * PRIOR_DEVIATION**2)
@@ -142,24 +146,32 @@ class _Following:
 
     def seen(self, row: Floats, seconds: float) -> None:
         row = row * self._scale
-        predicted = max(float(row @ self._scaled), SHORTEST_S)
+        predicted = max(float(row @ self._scaled), LEAST_LEVEL * float(row @ self._initial))
         deviation = seconds / predicted - 1.0
         limit = CLIP_SPREADS * self._spread
         self._spread += SPREAD_GAIN * (min(abs(deviation), LARGEST_DEVIATION) - self._spread)
-        level = max(float(self._mean_row @ self._scaled), SHORTEST_S)
+        level = max(float(self._mean_row @ self._scaled), LEAST_LEVEL)
         covariance = self._covariance + DRIFT * (level * level * self._prior - self._covariance)
         covariance = covariance + LEVEL_DRIFT * np.outer(self._scaled, self._scaled)
+        self._scaled = self._scaled + PULL * (level * self._initial - self._scaled)
         unit = row / predicted
         towards = covariance @ unit
         gain = towards / (float(unit @ towards) + NOISE)
-        self._scaled = self._scaled + gain * min(max(deviation, -limit), limit)
         self._covariance = covariance - np.outer(gain, towards)
+        self._scaled = self._not_negative(self._scaled + gain * min(max(deviation, -limit), limit))
 
     def coefficients(self) -> tuple[float, ...]:
-        """None negative: the nearest such, by how well each direction is known."""
-        known = np.asarray(np.linalg.inv(self._covariance), dtype=np.float64)
-        found = _not_negative(known, known @ self._scaled)
-        return tuple(each * scale for each, scale in zip(found, self._scale.tolist(), strict=True))
+        return tuple((self._scaled * self._scale).tolist())
+
+    def _not_negative(self, scaled: Floats) -> Floats:
+        """What is negative is taken for 0, and the others as they are likely given that."""
+        for _ in range(len(scaled)):
+            index = int(np.argmin(scaled))
+            if scaled[index] >= 0:
+                return scaled
+            scaled = scaled - self._covariance[:, index] * (scaled[index] / self._covariance[index, index])
+            scaled[index] = 0.0
+        return np.maximum(scaled, 0.0)
 
 
 def _measured(samples: Sequence[tuple[float, float, float]]) -> Floats:

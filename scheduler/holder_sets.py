@@ -101,7 +101,7 @@ class HolderSets:
         self._drop(touched[(self._blocks[touched] == 0) & (touched != NOTHING)])
 
     def forget(self, holder: int) -> tuple[Values, int]:
-        """Take a holder out of all sets: what set each number stands for now, and how many blocks lost other holders too.
+        """Take a holder out of all sets: the set that each number means now, and how many blocks lost others too.
 
         Sets that have become equal are one from now on.
         """

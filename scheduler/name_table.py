@@ -32,7 +32,6 @@ WIDTH_MOST: Final = 16
 MOVED_LEAST: Final = 512  # slots that any change moves
 MOVED_AT_ONCE: Final = 1 << 10  # buckets: what is in them fits into a core's cache
 REWRITTEN: Final = 1 << 18  # slots at a time
-_MISSING: Final = -1
 _ODD: Final = np.uint64(0x9E3779B97F4A7C15)
 _FOLD: Final = np.uint64(0xD6E8FEB86659FD93)
 _HALF: Final = np.uint64(32)
@@ -85,7 +84,7 @@ class Generation:
 
     def find(self, hashes: Hashes) -> Slots:
         """The slot of each; -1 where there is none."""
-        found = np.full(len(hashes), _MISSING, np.int64)
+        found = np.full(len(hashes), -1, np.int64)
         which = np.arange(len(hashes))  # of `found`: those that are looked for still
         at = self._homes(hashes)
         width = 1
@@ -191,7 +190,7 @@ class Generation:
 
 
 def _width(left: int) -> int:
-    """Buckets to look at together: the fewer hashes are left, the more of each, since a round has a price of its own."""
+    """Buckets of each to look at together: the more, the fewer hashes are left, since a round has a price of its own."""
     return max(1, min(LOOKED_AT // max(1, left), WIDTH_MOST))
 
 
@@ -242,7 +241,7 @@ class NameTable:
         self._make_room(room, len(hashes))
         slots = self._current.find(hashes)
         if self._last is not None:
-            missing = np.flatnonzero(slots == _MISSING)
+            missing = np.flatnonzero(slots < 0)
             in_last = self._last.find(hashes[missing])
             is_here = in_last >= 0
             missing, in_last = missing[is_here], in_last[is_here]
@@ -276,7 +275,7 @@ class NameTable:
             if np.count_nonzero(self._last.hashes[: self._moved] > TAKEN_OUT):
                 yield "a bucket that was moved has hashes"
             left = self._last.hashes[self._last.hashes > TAKEN_OUT]
-            if np.count_nonzero(self._current.find(left) != _MISSING):
+            if np.count_nonzero(self._current.find(left) >= 0):
                 yield "a hash is in both generations"
 
     def _generations(self) -> Iterator[Generation]:
@@ -294,6 +293,8 @@ class NameTable:
         if self._last is None and filled > PREPARED:
             self._next = self._next or Generation(int(wanted * GROWTH / LOAD))
             self._next.touch(1 + int(self._next.buckets * hashes / ((LOAD - PREPARED) * slots)))
+        if is_thin:
+            self._next = None  # it would be too large
         if filled > LOAD or is_thin:
             self._begin(wanted)
 

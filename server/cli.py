@@ -3,14 +3,17 @@
 import importlib
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from kvstore.errors import ConfigError
 from server.commands import (
     bench,
+    calibrate,
     check,
+    conductor,
     config,
     demote,
     doctor,
@@ -18,6 +21,7 @@ from server.commands import (
     events,
     evict,
     explain,
+    gateway,
     get,
     locate,
     ls,
@@ -29,10 +33,12 @@ from server.commands import (
     promote,
     put,
     replicate,
+    simulate,
     stat,
     tiers,
     top,
     trace,
+    worker,
 )
 from server.commands.reach import BareCommand, LocalCommand, NodeCommand
 
@@ -99,13 +105,35 @@ def cairn(
     """
 
 
-app.command(
-    "node",
-    cls=LocalCommand,
-    rich_help_panel=SERVE,
-    context_settings=config.ANY_SETTING,
-    options_metavar="[OPTIONS] [--a.b.c VALUE]...",
-)(node.node)
+class ServiceGroup(TyperGroup):
+    """A service that has commands beside it: without the name of one it serves, whatever settings follow."""
+
+    default = "serve"
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or args[0] not in {*self.commands, *ctx.help_option_names}:
+            args = [self.default, *args]
+        return super().parse_args(ctx, args)
+
+
+def _serves(into: typer.Typer, name: str, command: Callable[..., None]) -> None:
+    """A command that runs a service: all of its settings are options."""
+    into.command(
+        name,
+        cls=LocalCommand,
+        rich_help_panel=SERVE,
+        context_settings=config.ANY_SETTING,
+        options_metavar="[OPTIONS] [--a.b.c VALUE]...",
+    )(command)
+
+
+_serves(app, "node", node.node)
+_serves(app, "gateway", gateway.gateway)
+_serves(app, "worker", worker.worker)
+conducting = typer.Typer(cls=ServiceGroup, help="Say where requests go, and measure what they cost.")
+_serves(conducting, ServiceGroup.default, conductor.conductor)
+conducting.command("calibrate", cls=LocalCommand)(calibrate.calibrate_)
+app.add_typer(conducting, name="conductor", rich_help_panel=SERVE)
 
 
 @app.command("demo", cls=BareCommand, rich_help_panel=SERVE, context_settings=config.ANY_SETTING, add_help_option=False)
@@ -132,6 +160,7 @@ for panel, commands in PANELS.items():
 app.add_typer(namespace.app, name="namespace", rich_help_panel="Blocks")
 app.add_typer(bench.app, name="bench", rich_help_panel="Watch and operate")
 app.add_typer(trace.app, name="trace", rich_help_panel="Watch and operate")
+app.command("simulate", cls=LocalCommand, rich_help_panel=OPERATE)(simulate.simulate)
 app.command(
     "doctor",
     cls=NodeCommand,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -74,7 +75,7 @@ class Cluster:
         """All of them arrive; returns when all have ended."""
         self._to_come = len(requests)
         for request in requests:
-            self._loop.at(request.arrived_s, lambda request=request: self._arrive(request))  # type: ignore[misc]
+            self._loop.at(request.arrived_s, partial(self._arrive, request))
         self._beat()
         self._loop.run()
 

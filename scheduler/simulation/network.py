@@ -70,12 +70,11 @@ class Network:
 
     def cancel(self, flow: Flow) -> None:
         """No more bytes of it; `done` is never called. Nothing happens to one that is done."""
-        if flow not in flow.source.flows:
-            return
-        del flow.source.flows[flow], flow.target.flows[flow]
         if flow.timer is not None:
             flow.timer.cancel()
-        self._divide(flow.source, flow.target)
+        if flow in flow.source.flows:
+            del flow.source.flows[flow], flow.target.flows[flow]
+            self._divide(flow.source, flow.target)
 
     def queued_bytes(self, node: str) -> float:
         """What a node still has to send."""
@@ -109,4 +108,4 @@ class Network:
     def _arrive(self, flow: Flow) -> None:
         del flow.source.flows[flow], flow.target.flows[flow]
         self._divide(flow.source, flow.target)
-        self._loop.after(self._latency_s, flow.done)
+        flow.timer = self._loop.after(self._latency_s, flow.done)

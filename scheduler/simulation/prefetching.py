@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from math import inf, log
-from typing import Final, Protocol
+from typing import Final
 
 from scheduler.prefetch import Prefetching
 from scheduler.requests import Pull
@@ -97,22 +97,8 @@ class Weather:
     others: Phases
 
 
-class Strategy(Protocol):
-    """Says which queued requests to pull ahead, and hears what became of them."""
-
-    name: str
-
-    def queued(self, ask: Ask, expected_at_s: float, now: float) -> None: ...
-    def due(self, now: float) -> list[str]: ...
-    def arrived(self, name: str, now: float) -> None: ...
-    def evicted(self, name: str, now: float) -> None: ...
-    def consumed(self, name: str, now: float, stall_s: float) -> None: ...
-    def wake_s(self, now: float) -> float | None: ...
-    def window_bytes(self) -> float: ...
-
-
-class Late:
-    """Pulls nothing ahead."""
+class Strategy:
+    """Says which queued requests to pull ahead, and hears what became of them. This one pulls none: each is late."""
 
     name = "late"
 
@@ -138,7 +124,7 @@ class Late:
         return 0.0
 
 
-class Early(Late):
+class Early(Strategy):
     """Pulls everything as soon as it is queued, once."""
 
     name = "early"
@@ -157,7 +143,7 @@ class Early(Late):
         return due
 
 
-class Windowed:
+class Windowed(Strategy):
     """Pulls what `Prefetching` says."""
 
     name = "windowed"
@@ -410,5 +396,5 @@ class Instance:
 def compare(scene: Scene, draw: Callable[[], float]) -> list[Outcome]:
     """Early, late and windowed on one course of events."""
     weather = make_weather(scene, draw)
-    strategies: tuple[Strategy, ...] = (Early(), Late(), Windowed(scene))
+    strategies: tuple[Strategy, ...] = (Early(), Strategy(), Windowed(scene))
     return [Instance(scene, weather, strategy).run() for strategy in strategies]

@@ -1,6 +1,7 @@
 """Plots of replays as PNG files: curves of TTFT and TBT, load over time, hit ratios."""
 
 from collections.abc import Mapping, Sequence
+from math import isfinite, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -10,12 +11,14 @@ from scheduler.tuning import Slo
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 DPI: Final = 150
 LEAST_S: Final = 0.01  # where a logarithmic axis of seconds begins; answers of one token have no time between them
 COLOURS: Final = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#bcbd22")
 LINES: Final = ("-", "--", ":", "-.")  # so that curves that lie on each other are both seen
+CLOSE: Final = 1.25  # how many times as high as its bar a mark may be and still be in the way of the bar's number
 LIMIT_COLOUR: Final = "#d62728"
 
 
@@ -67,7 +70,7 @@ def curves(outcomes: Mapping[str, Outcomes], slo: Slo, title: str) -> "Figure":
         axes.axvline(limit_s, color=LIMIT_COLOUR, linewidth=1, alpha=0.8, label=f"SLO {limit_s:g} s")
         axes.set(xlabel=label, xscale="log")
         axes.set_xlim(left=max(LEAST_S, axes.get_xlim()[0]))
-        _seconds(axes)
+        plain_seconds(axes.xaxis)
         axes.grid(visible=True, alpha=0.3)
     ttft.set_ylim(0, 1.02)
     _percent(ttft)
@@ -126,11 +129,17 @@ def bars(
     is_first = True
     for at, (name, values) in enumerate(series.items()):
         places = [group + (at - (len(series) - 1) / 2) * width for group in range(len(groups))]
-        drawn = axes.bar(places, values, width * 0.92, label=name, color=COLOURS[at % len(COLOURS)])
-        axes.bar_label(drawn, [number.format(value) for value in values], fontsize=7, padding=2)
-        if published and name in published:
+        marks = (published or {}).get(name, [nan] * len(values))
+        axes.bar(places, values, width * 0.92, label=name, color=COLOURS[at % len(COLOURS)])
+        for place, value, mark in zip(places, values, marks, strict=True):
+            if isfinite(value):
+                is_near = value / CLOSE < mark < value * CLOSE
+                top = (place, max(value, mark) if is_near else value)
+                text, offset = number.format(value), (0, 6 if is_near else 2)
+                axes.annotate(text, top, offset, textcoords="offset points", ha="center", fontsize=7)
+        if any(isfinite(mark) for mark in marks):
             label = "published" if is_first else None
-            axes.scatter(places, published[name], marker="D", s=28, color="black", zorder=3, label=label)
+            axes.scatter(places, marks, marker="D", s=28, color="black", zorder=3, label=label)
             is_first = False
     axes.set_xticks(range(len(groups)), [group.replace(" · ", "\n") for group in groups], fontsize=8)
     axes.margins(y=0.12)
@@ -157,10 +166,10 @@ def _percent(axes: "Axes") -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
 
-def _seconds(axes: "Axes") -> None:
-    """0.1, 1, 10 instead of powers."""
-    from matplotlib.ticker import FuncFormatter, LogLocator
+def plain_seconds(axis: "Axis") -> None:
+    """0.1, 0.3, 1, 3 on a logarithmic axis instead of powers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.minorticks_off()
+    axis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())

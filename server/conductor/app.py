@@ -49,8 +49,7 @@ class ConductorRoutes:
             Path("/v1/route", self.route, methods=["POST"]),
             Path("/v1/explain", self.explain, methods=["POST"]),
             Path("/v1/requests/{id:path}", self.report, methods=["POST"]),
-            Path("/v1/instances", self.register, methods=["POST"]),
-            Path("/v1/instances", self.instances, methods=["GET"]),
+            Path("/v1/instances", self.instances, methods=["GET", "POST"]),
             Path("/v1/instances/{name}/heartbeat", self.heartbeat, methods=["POST"]),
             Path("/v1/instances/{name}/drain", self.drain, methods=["POST"]),
             Path("/v1/instances/{name}/role", self.role, methods=["POST"]),
@@ -74,7 +73,10 @@ class ConductorRoutes:
         refusal = self._service.report(request.path_params["id"], told)
         return refused(refusal) if refusal is not None else Response(status_code=204)
 
-    async def register(self, request: Request) -> Response:
+    async def instances(self, request: Request) -> Response:
+        """Register one, or see all."""
+        if request.method != "POST":
+            return answered(self._service.instances())
         told = decoded(await body_of(request, TELL_BYTES), InstanceBody)
         return answered(self._service.register(told))
 
@@ -94,9 +96,6 @@ class ConductorRoutes:
     async def remove(self, request: Request) -> Response:
         self._service.remove(request.path_params["name"])
         return Response(status_code=204)
-
-    async def instances(self, request: Request) -> Response:
-        return answered(self._service.instances())
 
     async def scaling(self, request: Request) -> Response:
         return answered(self._service.scaling())

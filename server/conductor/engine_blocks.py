@@ -25,6 +25,7 @@ log = logging.getLogger("cairn.conductor.engines")
 
 MOST_BLOCKS: Final = 2_000_000  # of one engine, at some 250 bytes: 32 M tokens in blocks of 16
 MOST_RANKS: Final = 1024
+MOST_CHANGES: Final = 65_536  # that the index is not told of yet
 TIERS: Final = 3
 MEDIA: Final[dict[object, int]] = {
     **dict.fromkeys((None, "GPU"), 0),
@@ -164,7 +165,7 @@ def _hash(raw: Any) -> int:
 
 
 class EngineBlocks:
-    """One engine's blocks, by our keys. `take` what it sends; the index is told what changes.
+    """One engine's blocks, by our keys. `take` what it sends; `tell_index` after some of it.
 
     scheme: how prompts are named for it; its block size gives way to that of the first event, as `block_tokens`.
     hashes_are_keys: the hashes are our keys already, 16 bytes each, and events need no tokens.
@@ -191,7 +192,7 @@ class EngineBlocks:
         self._keys: dict[int, BlockKey] = {}  # of what is in any tier of any rank
         self._ranks: dict[int, tuple[dict[int, int], ...]] = {}  # for each tier: hash -> how often it was stored
         self._has_size = False
-        self._changes: dict[tuple[int, BlockKey], bool] = {}  # of this batch: the last word on each block
+        self._changes: dict[tuple[int, BlockKey], bool] = {}  # untold: the last word on each block
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -221,7 +222,17 @@ class EngineBlocks:
                 continue
             if event is not None:
                 self._apply(rank, event)
-        self._tell_index()
+        if len(self._changes) >= MOST_CHANGES:
+            self.tell_index()
+
+    def tell_index(self) -> None:
+        """What the batches since the last time have changed: the index is quicker with many blocks at once."""
+        changes, self._changes = self._changes, {}
+        for tier in range(TIERS):
+            for is_stored, tell in ((False, self._index.removed), (True, self._index.stored)):
+                keys = [key for (where, key), what in changes.items() if where == tier and what is is_stored]
+                if keys:
+                    tell(self._holder, tier, names_of(b"".join(keys)))
 
     def _garbled(self, error: GarbledError) -> None:
         if not self.counts.garbled:
@@ -315,11 +326,3 @@ class EngineBlocks:
         self._ranks.clear()
         self._changes.clear()
         self._index.forget(self._holder)
-
-    def _tell_index(self) -> None:
-        changes, self._changes = self._changes, {}
-        for tier in range(TIERS):
-            for is_stored, tell in ((False, self._index.removed), (True, self._index.stored)):
-                keys = [key for (where, key), what in changes.items() if where == tier and what is is_stored]
-                if keys:
-                    tell(self._holder, tier, names_of(b"".join(keys)))

@@ -178,6 +178,7 @@ class EngineEvents:
             except self._zmq.Again:
                 break
             await self._take(frames)
+        self.blocks.tell_index()
         await asyncio.sleep(0)
 
     async def _take(self, frames: list[bytes]) -> None:
@@ -220,6 +221,7 @@ class EngineEvents:
         """Ask for what was told since the last batch, as often as it gets further."""
         for _ in range(ROUNDS_MOST):
             found = await self._round()
+            self.blocks.tell_index()
             if found is Round.OTHER:
                 self._restart()
             elif found is not Round.CUT:
@@ -271,6 +273,7 @@ class EngineEvents:
                     return
                 yield sequence, frames[-1]
                 if number % STEP == 0:
+                    self.blocks.tell_index()
                     await asyncio.sleep(0)
             raise TimeoutError
         finally:

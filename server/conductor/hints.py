@@ -136,8 +136,8 @@ class Hints:
                 keys = wanted.hashed.run(pull.first, pull.stop)
                 parent = wanted.hashed.key(pull.first - 1) if pull.first else None
                 self.sent += 1
-                await client.promote(space, keys, LOAD_S, parent)
-                await self._come(wanted, node, pull.stop)
+                if await client.promote(space, keys, LOAD_S, parent):
+                    await self._come(wanted, node, pull.stop)
             self.loaded += 1
             self.prefetching.arrived(hint.request, time.monotonic())
         except (StoreError, TimeoutError) as error:

@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_client.address import parse_address
 from kvstore.errors import ConfigError, NotFound
 from scheduler.admission import ADMISSIONS
 from scheduler.conductor import Conductor
@@ -159,6 +160,11 @@ class ConductorService:
         now = time.monotonic()
         if body.name not in self.registrations and len(self.registrations) >= MOST_INSTANCES:
             raise Problem(503, f"{MOST_INSTANCES} instances are registered, and no more are taken", retry_after_s=60.0)
+        if body.node_address:
+            try:
+                parse_address(body.node_address)
+            except ConfigError as error:
+                raise invalid("node_address", str(error)) from error
         made = registered(body, self.registrations.get(body.name), now)
         try:
             self._follow_engine(made)

@@ -23,6 +23,7 @@ log = logging.getLogger("cairn.gateway")
 State = Literal["prefilled", "finished", "failed", "cancelled"]
 REPORTERS: Final = 4  # reports on their way at a time
 SUSPECT_S: Final = 5.0  # that an instance which failed comes last, where no Conductor knows better
+DOWN_S: Final = 3.0  # that one which does not listen is not asked for: so long a Conductor takes to miss it
 BYTES_PER_TOKEN: Final = 4  # of text, where nobody counts tokens
 MOST_EXCLUDED: Final = 64
 
@@ -65,6 +66,7 @@ class Asking:
         self._reports: asyncio.Queue[tuple[str, dict[str, str]]] = asyncio.Queue(settings.reports)
         self._tasks: list[asyncio.Task[None]] = []
         self._suspects: dict[str, float] = {}
+        self._down: dict[str, float] = {}
         self._turn = 0
         self.places: dict[str, Place] = {}
         self.is_up: bool | None = None
@@ -130,9 +132,18 @@ class Asking:
         except asyncio.QueueFull:
             self.counts["dropped"] += 1
 
-    def suspect(self, name: str) -> None:
-        """This instance failed just now."""
+    def suspect(self, name: str, *, is_down: bool) -> None:
+        """This instance failed just now. is_down: nobody listens there."""
         self._suspects[name] = self._now() + SUSPECT_S
+        if is_down:
+            self._down[name] = self._now() + DOWN_S
+
+    @property
+    def down(self) -> set[str]:
+        """Instances that did not listen a moment ago."""
+        now = self._now()
+        self._down = {name: until_s for name, until_s in self._down.items() if until_s > now}
+        return set(self._down)
 
     def of_model(self, model: str, exclude: Collection[str] = ()) -> list[Place]:
         """The known instances, those that failed lately last."""

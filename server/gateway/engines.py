@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvstore.errors import ProtocolError, TransportError
+from kvstore.errors import ConnectFailed, ProtocolError, TransportError
 from server.gateway.asked import Asked
 from server.gateway.asking import Place
 from server.gateway.settings import GatewaySettings
@@ -20,12 +20,14 @@ LEAST_WAIT_S: Final = 0.001
 
 
 class EngineFailed(Exception):
-    """This instance did not do it; another may. answer: what it said, if it did. is_busy: it is well, without room."""
+    """This instance did not do it; another may. answer: what it said, if it did. is_busy: it is well, without room.
+    is_down: nobody listens there."""
 
-    def __init__(self, place: Place, message: str, answer: Answer | None = None) -> None:
+    def __init__(self, place: Place, message: str, answer: Answer | None = None, *, is_down: bool = False) -> None:
         super().__init__(f"{place.name}: {message}")
         self.place = place
         self.answer = answer
+        self.is_down = is_down
 
     @property
     def is_busy(self) -> bool:
@@ -71,7 +73,7 @@ class Engines:
                 timeout_s=self._first_token_s(wanted),
             )
         except (TransportError, ProtocolError) as error:
-            raise EngineFailed(place, str(error)) from error
+            raise EngineFailed(place, str(error), is_down=isinstance(error, ConnectFailed)) from error
         _check(place, answer)
         return answer
 
@@ -97,7 +99,7 @@ class Engines:
                 if not streamed.is_ok:
                     _check(place, Answer(streamed.status, streamed.headers, await streamed.read()))
             except (TransportError, ProtocolError) as error:
-                raise EngineFailed(place, str(error)) from error
+                raise EngineFailed(place, str(error), is_down=isinstance(error, ConnectFailed)) from error
             yield _chunks(place, streamed, settings.idle_timeout)
 
     @asynccontextmanager

@@ -23,7 +23,7 @@ from server.gateway.vllm import prefill_then_decode
 
 log = logging.getLogger("cairn.gateway")
 
-BACKOFF_S: Final = 0.1  # before a try that follows a refusal; doubles
+PAUSE_S: Final = 0.1  # before instances that failed are asked again; doubles
 READ_OUT_S: Final = 0.5
 PASSED_ON: Final = ("retry-after",)
 
@@ -48,8 +48,9 @@ class Exchange:
         self._wanted = wanted
         self._client = client
         self._arrived_s = arrived_s
-        self._exclude: list[str] = []
+        self._exclude: set[str] = set()  # instances that failed at this request
         self._transcript = Transcript(wanted)
+        self._pause_s = PAUSE_S
         self._attempt_id = ""  # of the try that is under way; "": none that the Conductor knows
         self._is_prefilled = False
 
@@ -81,15 +82,15 @@ class Exchange:
             is_last = number == self._parts.settings.tries - 1
             self._check_deadline()
             attempt_id = self._wanted.id if not number else f"{self._wanted.id}.{number}"
+            self._attempt_id, self._is_prefilled = attempt_id, False
             try:
-                decision = await self._parts.asking.route(wanted, attempt_id, self._exclude)
+                decision = await self._route(wanted, attempt_id)
             except Refused:
+                self._attempt_id = ""
                 if is_last or not number:
                     raise
-                self._exclude.clear()  # one that failed may be back, and is better than none
-                await asyncio.sleep(BACKOFF_S * 2**number)
+                await self._pause()
                 continue
-            self._attempt_id, self._is_prefilled = attempt_id, False
             try:
                 await self._attempt(decision, wanted)
                 return "finished"
@@ -108,6 +109,29 @@ class Exchange:
                     raise
                 self._parts.metrics.retries.inc()
         raise AssertionError("the last try returns or raises")
+
+    async def _route(self, wanted: Asked, attempt_id: str) -> Decision:
+        """Past what failed, if there is another: one that failed may be back, and is better than none.
+
+        Raises Refused.
+        """
+        asking = self._parts.asking
+        down = frozenset(asking.down)
+        for exclude in dict.fromkeys((down | self._exclude, down)):
+            if exclude:
+                try:
+                    return await asking.route(wanted, attempt_id, exclude)
+                except Refused as refused:
+                    if refused.status != 503:
+                        raise
+                    await self._pause()
+        return await asking.route(wanted, attempt_id, ())
+
+    async def _pause(self) -> None:
+        """Give what failed some time, if anything did."""
+        if self._exclude:
+            await asyncio.sleep(self._pause_s)
+            self._pause_s *= 2
 
     async def _attempt(self, decision: Decision, wanted: Asked) -> None:
         async with self._open(decision, wanted) as opened:
@@ -185,8 +209,8 @@ class Exchange:
         is_late = self._wanted.deadline_s is not None and self._parts.now() >= self._wanted.deadline_s
         blamed = "" if failed.is_busy or is_late else failed.place.name
         if blamed:
-            self._parts.asking.suspect(blamed)
-        self._exclude.append(failed.place.name)
+            self._parts.asking.suspect(blamed, is_down=failed.is_down)
+        self._exclude.add(failed.place.name)
         self._report("failed", blamed)
 
     def _report(self, state: Any, instance: str = "") -> None:

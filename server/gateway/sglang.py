@@ -77,7 +77,8 @@ class Pairs:
                 finally:
                     is_open = False
         except TimeoutError:
-            prefill.result()  # raises why
+            if prefill.done():
+                prefill.result()  # raises why
             raise
         except BaseException:
             prefill.cancel()

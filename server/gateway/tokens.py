@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from kvstore.errors import ConfigError, ProtocolError, TransportError
+from kvstore.errors import ConfigError, ConnectFailed, ProtocolError, TransportError
 from server.gateway.asked import CHAT, Asked
 from server.gateway.asking import Asking
 from server.gateway.settings import GatewaySettings
@@ -66,8 +66,8 @@ class Tokens:
                     "POST", url, body, headers=self._headers, timeout_s=self._settings.tokenize_timeout
                 )
                 document = answer.json() if answer.is_ok else None
-            except TransportError:
-                self._asking.suspect(place.name)
+            except TransportError as error:
+                self._asking.suspect(place.name, is_down=isinstance(error, ConnectFailed))
                 continue
             except ProtocolError:
                 continue

@@ -33,6 +33,8 @@ SUITES = {
     "directory model": ["model/test_directory_model.py"],
     "conductor": ["unit/test_conductor.py"],
     "conductor model": ["model/test_conductor_model.py"],
+    "prefix index": ["unit/test_prefix_index.py"],
+    "prefix index model": ["model/test_prefix_index_machine.py"],
 }
 OPTIONS = ["-q", "-x", "--tb=line", "--assert=plain", "-p", "no:cacheprovider", "--noconftest", "--rootdir", "."]
 

@@ -15,6 +15,7 @@ from tests.model import (
     conductor_faults,
     directory_faults,
     faults,
+    prefix_index_faults,
     published_faults,
     rdma_faults,
     tier_faults,
@@ -36,6 +37,8 @@ FAULTS = {
     "directory model": directory_faults.MODEL_FAULTS,
     "conductor": conductor_faults.FAULTS,
     "conductor model": conductor_faults.MODEL_FAULTS,
+    "prefix index": prefix_index_faults.FAULTS,
+    "prefix index model": prefix_index_faults.MODEL_FAULTS,
 }
 Outcomes = Callable[[str], dict[str, tuple[int, str]]]
 REPO = Path(__file__).parents[2]

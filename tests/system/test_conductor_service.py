@@ -165,6 +165,12 @@ def without_id(told: dict[str, Any]) -> dict[str, Any]:
         ("/v1/instances", b'{"name":"a","model":"m","engine":"tgi","address":"x"}', 422, "engine: "),
         ("/v1/instances", b'{"name":"a","model":"m","engine":"vllm","address":"x","root":"zz"}', 422, "root: "),
         ("/v1/instances", b'{"name":"a","model":"m","engine":"vllm","address":"x","prefill":[1]}', 422, "prefill: "),
+        (
+            "/v1/instances",
+            b'{"name":"a","model":"m","engine":"vllm","address":"x","node":"n","node_address":"n:7401"}',
+            422,
+            "node_address: ",
+        ),
         ("/v1/requests/r", b'{"state":"done"}', 422, "state: "),
         ("/v1/instances/a/role", b'{"role":"chief"}', 422, "role: "),
     ],
@@ -191,6 +197,7 @@ async def test_bad_octets_and_queries_are_refused() -> None:
             answer = await client.post(f"/v1/route?{query}", content=body, headers={"content-type": OCTETS})
             assert answer.status_code == status, answer.text
         assert (await client.get("/v1/nothing")).status_code == 404
+        assert set((await client.put("/v1/instances")).headers["allow"].split(", ")) >= {"GET", "POST"}
         answer = await client.get("/v1/route")
         assert answer.status_code == 405
         assert answer.headers["allow"] == "POST"

@@ -234,7 +234,8 @@ def test_tokenize_gives_the_tokens_that_a_prompt_is_computed_with(solo):
 def test_a_client_that_goes_takes_its_sequence_out_of_the_batch(solo):
     asked = {"prompt": prompt_of(64, 5), "max_tokens": 15_000, "temperature": 0, "stream": True}
     with httpx.stream("POST", f"{solo.url}/v1/completions", json=asked) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: without it the response is closed
+        next(lines)
         assert solo.metric("batch") == 1
     solo.wait_for("batch", 0)
     with pytest.raises(httpx.ReadTimeout):

@@ -80,10 +80,16 @@ def test_a_step_of_prompts_ends_where_its_budget_does():
     assert [record.finished_s for record in replay(requests, settings)] == pytest.approx([1.0, 2.0, 3.0])
 
 
+def test_a_stop_right_after_the_first_token_counts_as_an_interval():
+    settings = replace(WHOLE, prompt_tokens=1500)
+    first, _ = replay([asks(0, 1000, 11), asks(0.5, 1000, 2, first=10)], settings)
+    assert first.tbt_s == pytest.approx(1.0 + STEP_S)
+
+
 def test_in_pieces_a_prompt_delays_tokens_by_a_piece_and_not_by_all_of_it():
-    first, second = replay([asks(0, 1000, 201), asks(2.0, 2000, 2, first=100)], PIECES)
-    # 20 steps of 100 tokens of it and one of the other: 10 ms and 100 ms each
-    assert second.ttft_s == pytest.approx(20 * (STEP_S + 0.1), abs=2 * STEP_S)
+    first, second = replay([asks(0, 1000, 201), asks(2.005, 2020, 2, first=100)], PIECES)
+    # 20 steps of 100 tokens of it and one of the other, 110 ms each, and one of the last 20
+    assert second.ttft_s == pytest.approx(20 * (STEP_S + 0.1) + STEP_S + 0.02, abs=STEP_S)
     assert first.tbt_s == pytest.approx(0.11)
 
 
@@ -153,13 +159,12 @@ def test_round_robin_takes_turns():
 
 
 def test_cache_aware_spreading_goes_where_the_prefix_is_unless_the_queue_is_longer():
-    busy = asks(9.9, 3000, 2)
-    requests = [asks(0, 2048, 2), asks(5, 100, 2, first=50), busy, asks(10, 2048, 2)]
     caching = replace(WHOLE, is_caching=True)
-    records = replay([*requests[:2], asks(10, 2048, 2)], caching, instances=2, spread=cache_aware)
-    assert records[-1].prefill == records[0].prefill
-    records = replay(requests, replace(caching, is_caching=False), instances=2, spread=cache_aware)
-    assert records[-1].prefill != records[2].prefill
+    before, asked = [asks(0, 2048, 2), asks(5, 100, 2, first=50)], asks(10, 2048, 2)
+    first, *_, last = replay([*before, asked], caching, instances=2, spread=cache_aware)
+    assert last.prefill == first.prefill
+    first, _, busy, last = replay([*before, asks(9.9, 6000, 2), asked], caching, instances=2, spread=cache_aware)
+    assert first.prefill == busy.prefill != last.prefill
 
 
 @pytest.mark.parametrize("settings", [VLLM, VLLM_PREFIX, VLLM_CHUNKED])

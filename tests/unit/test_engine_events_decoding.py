@@ -59,6 +59,7 @@ class Engine:
 
     def take(self, *events: Any, rank: int | None = None) -> "Engine":
         self.blocks.take(msgspec.msgpack.encode([1.0, list(events), rank]))
+        self.blocks.tell_index()
         return self
 
     @property
@@ -93,6 +94,7 @@ def test_a_batch_may_be_a_map_and_an_event_a_list():
     engine = Engine()
     event = ["BlockStored", [hash_of(0), hash_of(1)], None, TOKENS[: 2 * SIZE], SIZE, None]
     engine.blocks.take(msgspec.msgpack.encode({"ts": 1.0, "events": [event], "data_parallel_rank": 3}))
+    engine.blocks.tell_index()
     assert engine.tiers == [2, 2, 2]
     engine.take(["BlockRemoved", [hash_of(1)]], rank=3)
     assert engine.tiers == [1, 1, 1]

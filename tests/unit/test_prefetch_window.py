@@ -151,8 +151,10 @@ def test_time_without_anything_to_use_says_nothing_about_the_rate():
     rate = decode.target.rate.bytes_per_s
     assert rate == pytest.approx(SIZE / 0.1, rel=0.2)
     decode.now += 100 * RATE_S
-    decode.queue(1)
-    assert decode.target.rate.bytes_per_s == rate
+    (name,) = decode.queue(1)
+    decode.now += 0.1
+    decode.prefetching.consumed(name, decode.now)
+    assert decode.target.rate.bytes_per_s == pytest.approx(rate, rel=0.05)
 
 
 def test_a_request_whose_deadline_is_gone_is_dropped_with_its_hint():

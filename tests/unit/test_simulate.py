@@ -1,6 +1,7 @@
 """The simulated cluster: its clock, caches, links and engines, and whole replays under the real Conductor."""
 
 from collections import OrderedDict
+from functools import partial
 
 import numpy as np
 import pytest
@@ -31,10 +32,16 @@ def a_job(number: int = 0, tokens: int = 1024, output_tokens: int = 100, cached_
 def test_events_of_one_moment_happen_in_the_order_in_which_they_were_asked_for() -> None:
     loop = Loop()
     seen: list[tuple[float, str]] = []
-    loop.at(2.0, lambda: seen.append((loop.now, "c")))
-    loop.at(1.0, lambda: (seen.append((loop.now, "a")), loop.after(0.0, lambda: seen.append((loop.now, "late"))))[0])
-    loop.at(1.0, lambda: seen.append((loop.now, "b")))
-    loop.at(1.5, lambda: seen.append((loop.now, "never"))).cancel()
+
+    def note(name: str) -> None:
+        seen.append((loop.now, name))
+        if name == "a":
+            loop.after(0.0, partial(note, "late"))
+
+    loop.at(2.0, partial(note, "c"))
+    loop.at(1.0, partial(note, "a"))
+    loop.at(1.0, partial(note, "b"))
+    loop.at(1.5, partial(note, "never")).cancel()
     loop.run()
     assert seen == [(1.0, "a"), (1.0, "b"), (1.0, "late"), (2.0, "c")]
 
@@ -53,7 +60,8 @@ def test_a_cache_holds_what_a_list_in_order_of_use_would_hold(capacity: int, cha
             right.popitem(last=False)
         change = cache.use(chain)
         assert (before | set(change.stored)) - set(change.removed) == set(right)
-        assert len(cache) == len(right) and all(name in cache for name in right)
+        assert len(cache) == len(right)
+        assert all(name in cache for name in right)
 
 
 def test_a_chain_longer_than_the_cache_leaves_its_front_there() -> None:
@@ -77,7 +85,7 @@ def arrivals(flows: list[tuple[float, str, str, float, float]], rate: float = 10
         network.send(source, target, nbytes, done, limit=limit)
 
     for index, flow in enumerate(flows):
-        loop.at(flow[0], lambda index=index: begin(index))  # type: ignore[misc]
+        loop.at(flow[0], partial(begin, index))
     loop.run()
     return ended
 
@@ -126,6 +134,17 @@ def test_a_cancelled_flow_leaves_its_share_to_the_others() -> None:
     loop.run()
     assert ended == [pytest.approx(12.5)]
     assert network.queued_bytes("a") == 0
+
+
+def test_a_flow_is_cancelled_while_its_last_bytes_are_on_the_way() -> None:
+    loop = Loop()
+    network = Network(loop, 10.0, 1.0)
+    ended: list[float] = []
+    flow = network.send("a", "b", 100, lambda: ended.append(loop.now))
+    network.send("a", "c", 100, lambda: ended.append(loop.now))
+    loop.at(20.5, lambda: network.cancel(flow))
+    loop.run()
+    assert ended == [21.0]
 
 
 def step_by_step(jobs: list[tuple[float, int, int]], cost: DecodeCost, capacity: int) -> dict[int, tuple[float, float]]:
@@ -177,7 +196,7 @@ def test_decoding_in_plans_is_decoding_step_by_step(jobs: list[tuple[float, int,
         engine.submit(job)
 
     for index, (ready, _, _) in enumerate(jobs):
-        loop.at(ready, lambda index=index: begin(index))  # type: ignore[misc]
+        loop.at(ready, partial(begin, index))
     loop.run()
     assert engine.batch == engine.context == 0
     right = step_by_step(jobs, cost, capacity)

@@ -40,7 +40,6 @@ def report(
         "stall s",
         "p50 s",
         "p99 s",
-        "pulled GB",
         "wasted",
         "ahead GB",
         "peak GB",

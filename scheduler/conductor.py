@@ -213,7 +213,7 @@ class Conductor:
         prefixes = self._prefixes(request.chains, lengths)
         sources = sources_of(self._nodes, prefixes, self._sending)
         expected = self._expected.tokens(request.chains)
-        outlook = Outlook(request, pool, prefixes, expected, sources, self._receiving, now)
+        outlook = Outlook(request, pool, prefixes, expected, sources, self._receiving, now=now)
         choice = self._in_session(request, outlook, self.policy.choose(outlook))
         prefill = pool.members[choice.position]
         takers = [

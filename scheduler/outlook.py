@@ -75,6 +75,7 @@ class Outlook:
         expected: Mapping[str, int],
         sources: Sequence[Source],
         busy_bytes: Mapping[str, float],
+        *,
         now: float,
     ) -> None:
         self.request = request

@@ -552,7 +552,7 @@ def test_a_view_that_leaves_blocks_out_is_not_exact_until_it_begins_anew() -> No
 
 def test_the_command_says_where_it_serves_and_ends_on_sigterm() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", MAIN, "--json", "--conductor.listen=127.0.0.1:0"],
+        [sys.executable, "-m", "server.cli", "conductor", "--json", "--conductor.listen=127.0.0.1:0"],
         cwd=REPO,
         env=clean_environ(CAIRN_NODE__NAME="other"),
         stdout=subprocess.PIPE,
@@ -566,14 +566,3 @@ def test_the_command_says_where_it_serves_and_ends_on_sigterm() -> None:
     finally:
         process.kill()
         process.communicate()
-
-
-MAIN = """
-import typer
-from server.commands.conductor import conductor
-from server.commands.config import ANY_SETTING
-from server.commands.reach import LocalCommand
-app = typer.Typer()
-app.command("conductor", cls=LocalCommand, context_settings=ANY_SETTING)(conductor)
-app()
-"""

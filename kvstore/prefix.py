@@ -132,12 +132,9 @@ def chain(tokens: Any, block_tokens: int, root: BlockKey, hash: HashName = "xxh3
     digest = HASHES[hash]
     encoded = _encode_tokens(tokens)
     size = TOKEN_BYTES * block_tokens
-    keys = []
+    whole = memoryview(encoded)[: len(encoded) // size * size]
     key = root
-    for start in range(0, len(encoded) - size + 1, size):  # [start, start + size) is one full block
-        key = digest(key + encoded[start : start + size])
-        keys.append(key)
-    return keys
+    return [key := digest(key + block) for (block,) in struct.iter_unpack(f"{size}s", whole)]
 
 
 def part_key(key: BlockKey, part: int) -> BlockKey:

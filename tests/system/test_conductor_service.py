@@ -366,18 +366,36 @@ async def test_requests_go_where_a_real_node_has_their_prefix(node: CairnProcess
 
 
 @in_a_loop
-async def test_a_node_that_is_out_of_reach_is_forgotten_and_learnt_again(tmp_path: Path, node: CairnProcess) -> None:
+async def test_a_node_that_is_out_of_reach_is_forgotten_and_learnt_again_though_it_missed_nothing(
+    node: CairnProcess,
+) -> None:
+    Stored(node)
+    options = (f"--conductor.nodes=n1={node.tcp_address}", "--conductor.forget_after=1s")
+    async with serving(f"--conductor.node_token={node.token}", *options) as (service, client):
+        await until(client, "/v1/health", lambda told: told["holders"] == {"node:n1": "exact"})
+        os.kill(node.pid, signal.SIGSTOP)
+        try:
+            told = await until(client, "/v1/health", lambda told: told["holders"] == {"node:n1": "degraded"})
+            assert told["blocks"] == 10
+            await until(client, "/v1/health", lambda told: told["blocks"] == 0)
+        finally:
+            os.kill(node.pid, signal.SIGCONT)
+        told = await until(client, "/v1/health", lambda told: told["holders"] == {"node:n1": "exact"})
+        assert told["blocks"] == 10
+        assert service.nodes.forgotten >= 1
+        assert service.index.check() == []
+
+
+@in_a_loop
+async def test_a_lost_node_that_nobody_names_any_more_is_not_looked_for(node: CairnProcess) -> None:
     stored = Stored(node)
     options = (f"--conductor.node_token={node.token}", "--conductor.forget_after=1s", "--conductor.heartbeat=500ms")
     async with serving(*options) as (service, client):
         await client.post("/v1/instances", json=stored.beside("n1", node))
         await until(client, "/v1/health", lambda told: told["blocks"] == 10)
         node.kill()
-        told = await until(client, "/v1/health", lambda told: told["holders"].get("node:n1") == "degraded")
-        assert told["blocks"] == 10
-        await client.post("/v1/instances", json=stored.beside("n1", node))
-        await until(client, "/v1/health", lambda told: told["blocks"] == 0)
-        assert service.nodes.forgotten == 1
+        await until(client, "/v1/health", lambda told: not told["holders"])
+        assert (service.nodes.views, service.nodes.addresses, service.index.blocks) == ({}, {}, 0)
 
 
 @pytest.fixture

@@ -14,7 +14,20 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench import amplification, cluster, cluster_trace, codec, directory, local, policies, prefetch, rdma, route, tiers
+from bench import (
+    amplification,
+    cluster,
+    cluster_trace,
+    codec,
+    directory,
+    local,
+    policies,
+    prefetch,
+    rdma,
+    route,
+    serving,
+    tiers,
+)
 from bench.measure import Figure
 from kvstore.transport.rdma.topology import has_devices
 
@@ -188,6 +201,7 @@ def _report(found: Iterable[Figure], names: set[str], *, as_json: bool) -> None:
 
 app.command(name="codec")(codec.report)
 app.command(name="prefetch")(prefetch.report)
+app.command(name="serving")(serving.report)
 
 
 def table(figures: list[Figure]) -> Table:

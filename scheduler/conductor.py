@@ -14,15 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler.admission.admission import Admission, Prospect
-from scheduler.decode_pool import DecodePool
 from scheduler.expected import Expected
 from scheduler.explaining import Draft, route_of, rows_of
 from scheduler.fair_share import FairShare
 from scheduler.fleet import Fleet, Instance, Load, Role, Work
 from scheduler.index import PrefixIndex
-from scheduler.outlook import NOBODY, Choice, Outlook, Pool, Tokens, sources_of
+from scheduler.outlook import Choice, Outlook, Tokens, sources_of
 from scheduler.pairing import Pairing
 from scheduler.policies.policy import Policy
+from scheduler.pools import Pools
 from scheduler.requests import Chain, Explanation, Pull, Reason, Refusal, Request, Route
 from scheduler.traffic import Traffic
 from scheduler.tuning import Slo, Tuning
@@ -66,12 +66,10 @@ class Conductor:
         self._pairing = Pairing(draw, slo, tuning.collocate_below)
         self._nodes: dict[str, int] = {}
         self._holders: dict[str, int] = {}
-        self._pools: dict[str, Pool] = {}
-        self._decodes: dict[str, DecodePool] = {}
-        self._generation = -1
+        self._pools = Pools(self.fleet, self._holders)
         self._sending, self._receiving = Traffic(), Traffic()
         self._expected = Expected()
-        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._sessions: OrderedDict[tuple[str, str], str] = OrderedDict()  # by tenant and its name for it
 
     def register(self, instance: Instance, now: float) -> None:
         """A new instance, or one that changed; what it has under way stays."""
@@ -88,6 +86,13 @@ class Conductor:
                 self._nodes[name] = self._holders[name]
             self.fleet.generation += 1
         return self._holders[name]
+
+    def release(self, name: str) -> None:
+        """A holder that will not come back: what it had is forgotten, and its number may become another's."""
+        if self._holders.pop(name, None) is not None:
+            self._nodes.pop(name, None)
+            self.index.release(name)
+            self.fleet.generation += 1
 
     def heartbeat(self, name: str, load: Load, now: float) -> None:
         """What an instance says of itself. KeyError for one that is not registered."""
@@ -152,9 +157,10 @@ class Conductor:
         work = self.fleet.works.get(request)
         if work is None or work.prefilled_s is not None:
             return None
-        self._decodes[work.model].prefilled(work, now)
+        decodes = self._pools.decode(work.model, work.group)
+        decodes.prefilled(work, now)
         self.fleet.prefilled(request, now)
-        self.fair.take(work.tenant, work.prefill_s)
+        self.fair.take(work.model, work.tenant, work.prefill_s)
         member = self.fleet.members.get(work.decode)
         if member is None or work.prefill == work.decode:
             return None
@@ -163,7 +169,7 @@ class Conductor:
         if reason is None:
             return None
         self._end(request, now, is_finished=False)
-        retry_s = self._decodes[work.model].decode_s * (tbt_s / self.slo.tbt_s - 1)
+        retry_s = decodes.decode_s * (1 - self.slo.tbt_s / tbt_s)
         return Refusal(request, reason, _bounded(retry_s), 0.0, tbt_s)
 
     def finished(self, request: str, now: float) -> None:
@@ -195,7 +201,7 @@ class Conductor:
                 problems.append(f"{request} is or is not being prefilled")
             if decode is None or request not in (decode.arriving if is_waiting else decode.decoding).works:
                 problems.append(f"{request} is not where it is decoded")
-        if sum(map(len, self._decodes.values())) != len(works):
+        if sum(map(len, self._pools.decodes)) != len(works):
             problems.append("the decode pools expect others than are under way")
         if len(self._expected) != len(works):
             problems.append("prefixes are expected of others than are under way")
@@ -205,60 +211,30 @@ class Conductor:
         return problems
 
     def _draft(self, request: Request, now: float, exclude: Collection[str]) -> Draft | Refusal:
-        self._sending.now = self._receiving.now = now
-        pool = self._pool(request.model, exclude)
+        pool = self._pools.of(request.model, exclude)
         if not pool.members:
             return Refusal(request.id, Reason.NO_INSTANCE, RETRY_S[0])
         lengths = [self.index.prefixes(chain.names) for chain in request.chains]
         prefixes = self._prefixes(request.chains, lengths)
-        sources = sources_of(self._nodes, prefixes, self._sending)
+        sources = sources_of(self._nodes, prefixes, self._sending, now)
         expected = self._expected.tokens(request.chains)
         outlook = Outlook(request, pool, prefixes, expected, sources, self._receiving, now=now)
         choice = self._in_session(request, outlook, self.policy.choose(outlook))
         prefill = pool.members[choice.position]
-        takers = [
-            member
-            for member in self.fleet.takers(request.model, prefill=False)
-            if member.instance.group == prefill.instance.group and member.instance.name not in exclude
-        ]
+        takers = pool.takers[prefill.instance.group]
         decode, tbt_s = self._pairing.choose(request, prefill, takers, prefixes, self._holders, now)
         pull = self._pull(request.chains, lengths, choice, prefill.instance.node)
         return Draft(outlook, choice, prefill, decode, tbt_s, pull)
 
-    def _pool(self, model: str, exclude: Collection[str]) -> Pool:
-        if self._generation != self.fleet.generation:
-            self._generation = self.fleet.generation
-            self._pools.clear()
-        if exclude:
-            return self._make_pool(model, exclude)
-        if model not in self._pools:
-            self._pools[model] = self._make_pool(model, ())
-            self._decode_pool(model).members = list(self.fleet.takers(model, prefill=False))
-        return self._pools[model]
-
-    def _make_pool(self, model: str, exclude: Collection[str]) -> Pool:
-        """Those that prefill and have somebody in their group to decode."""
-        decoding = (member.instance for member in self.fleet.takers(model, prefill=False))
-        groups = {instance.group for instance in decoding if instance.name not in exclude}
-        members = [
-            member
-            for member in self.fleet.takers(model, prefill=True)
-            if member.instance.group in groups and member.instance.name not in exclude
-        ]
-        return Pool(members, self._holders)
-
-    def _decode_pool(self, model: str) -> DecodePool:
-        return self._decodes.setdefault(model, DecodePool())
-
     def _prefixes(self, chains: Sequence[Chain], lengths: Sequence[NDArray[np.int32]]) -> Tokens:
-        found = np.zeros((max(self._holders.values(), default=NOBODY) + 2, 3))
+        found = np.zeros((1 + max(map(len, lengths), default=len(self.index.holders)), 3))
         for chain, blocks in zip(chains, lengths, strict=True):
             np.maximum(found[: len(blocks)], blocks * float(chain.block_tokens), out=found[: len(blocks)])
         return found
 
     def _in_session(self, request: Request, outlook: Outlook, choice: Choice) -> Choice:
         """Where the session went before, if that costs little: engines keep more of it than they tell."""
-        last = self._sessions.get(request.session) if request.session else None
+        last = self._sessions.get((request.tenant, request.session)) if request.session else None
         if last is None or last not in outlook.pool.names:
             return choice
         there = outlook.local(outlook.pool.names.index(last))
@@ -267,26 +243,31 @@ class Conductor:
     def _refusal(self, request: Request, draft: Draft, now: float) -> Refusal | None:
         share = self.tuning.low_priority_share if request.priority < 0 else 1.0
         waited_s = now - request.arrived_s
+        decodes = self._pools.decode(request.model, draft.prefill.instance.group)
         prospect = Prospect(
+            now=now,
             ttft_s=waited_s + draft.choice.ttft_s,
             first_token_s=now + draft.choice.ttft_s,
             tbt_s=draft.tbt_s,
             ttft_limit_s=self.slo.ttft_s * share,
             tbt_limit_s=self.slo.tbt_s * share,
         )
-        reason = self.admission.on_arrival(prospect, self._decode_pool(request.model))
+        reason = self.admission.on_arrival(prospect, decodes)
+        late_s = draft.choice.ttft_s - prospect.ttft_limit_s
         is_busy = prospect.ttft_s > self.tuning.fair_from * prospect.ttft_limit_s
         if request.deadline_s is not None and prospect.first_token_s > request.deadline_s:
             reason = Reason.TTFT
-        elif reason is None and is_busy and self.fair.is_over(request.tenant):
+            late_s = max(late_s, prospect.first_token_s - request.deadline_s)
+        elif reason is None and is_busy and self.fair.is_over(request.model, request.tenant):
             reason = Reason.FAIR_SHARE
         if reason is None:
             return None
         retry_s = draft.choice.queue_s
         if reason is Reason.TTFT:
-            retry_s = prospect.ttft_s - prospect.ttft_limit_s
+            retry_s = late_s if late_s < draft.choice.queue_s else RETRY_S[1]  # an idle fleet would be too slow as well
         elif reason is Reason.TBT:
-            retry_s = self._decode_pool(request.model).decode_s * max(0.0, draft.tbt_s / prospect.tbt_limit_s - 1)
+            tbt_s = max(draft.tbt_s, decodes.tbt_s_at(prospect.first_token_s, now))
+            retry_s = decodes.decode_s * max(0.0, 1 - prospect.tbt_limit_s / tbt_s)
         return Refusal(request.id, reason, _bounded(retry_s), prospect.ttft_s, draft.tbt_s)
 
     def _pull(
@@ -297,9 +278,9 @@ class Conductor:
             return None
         source, here = self._holders[choice.source.node], self._holders[target]
         for number, (chain, blocks) in enumerate(zip(chains, lengths, strict=True)):
-            stop = int(blocks[source, 2]) if source < len(blocks) else 0
-            if stop * chain.block_tokens >= choice.source.tokens:
-                first = int(blocks[here, 2]) if here < len(blocks) else 0
+            stop = -(-int(choice.source.tokens) // chain.block_tokens)
+            if blocks[source, 2] >= stop:
+                first = int(blocks[here, 2])
                 return Pull(choice.source.node, target, number, first, stop)
         return None
 
@@ -307,7 +288,7 @@ class Conductor:
         choice, tiers = draft.choice, draft.prefill.instance.tiers
         source = choice.source.node if choice.source is not None else ""
         target = draft.prefill.instance.node
-        missing = max(0.0, choice.cached_tokens - float(draft.outlook.here_tokens[choice.position]))
+        missing = choice.source.tokens - float(draft.outlook.node_tokens[choice.position]) if choice.source else 0.0
         work = Work(
             request=request.id,
             model=request.model,
@@ -320,21 +301,24 @@ class Conductor:
             routed_s=now,
             prefill_s=choice.prefill_s,
             first_token_s=now + choice.ttft_s,
+            group=draft.prefill.instance.group,
+            computed=request.tokens - choice.cached_tokens,
+            ready_s=now + choice.transfer_s,
             deadline_s=request.deadline_s,
             pull_source=source,
             pull_target=target,
-            pull_bytes=missing * tiers.kv_bytes if source else 0.0,
+            pull_bytes=max(0.0, missing) * tiers.kv_bytes,
         )
         if source:
-            self._sending.add(source, work.pull_bytes, tiers.network_rate)
-            self._receiving.add(target, work.pull_bytes, tiers.network_rate)
+            self._sending.add(source, work.pull_bytes, tiers.network_rate, now)
+            self._receiving.add(target, work.pull_bytes, tiers.network_rate, now)
         self.fleet.begin(work, now)
-        self._decode_pool(request.model).begin(work)
-        self.fair.add(request.tenant, choice.prefill_s)
+        self._pools.decode(work.model, work.group).begin(work)
+        self.fair.add(work.model, work.tenant, work.prefill_s)
         self._expected.add(request.id, work.prefill, request.chains)
         if request.session:
-            self._sessions[request.session] = work.prefill
-            self._sessions.move_to_end(request.session)
+            self._sessions[request.tenant, request.session] = work.prefill
+            self._sessions.move_to_end((request.tenant, request.session))
             if len(self._sessions) > SESSIONS:
                 self._sessions.popitem(last=False)
 
@@ -343,13 +327,12 @@ class Conductor:
         if work is None:
             return
         self._expected.drop(request)
-        self._decodes[work.model].end(work, now, is_finished=is_finished)
+        self._pools.decode(work.model, work.group).end(work, now, is_finished=is_finished)
         if work.prefilled_s is None:
-            self.fair.take(work.tenant, work.prefill_s)
+            self.fair.take(work.model, work.tenant, work.prefill_s)
             if work.pull_bytes:
-                self._sending.now = self._receiving.now = now
-                self._sending.take(work.pull_source, work.pull_bytes)
-                self._receiving.take(work.pull_target, work.pull_bytes)
+                self._sending.take(work.pull_source, work.pull_bytes, work.routed_s, now)
+                self._receiving.take(work.pull_target, work.pull_bytes, work.routed_s, now)
 
 
 def _bounded(retry_s: float) -> float:

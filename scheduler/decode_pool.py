@@ -1,4 +1,4 @@
-"""What the decode instances of a model have to do, now and when a prefill that begins now is done."""
+"""What the decode instances that a request may go to have to do, now and when a prefill that begins now is done."""
 
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Sequence
@@ -11,29 +11,31 @@ MEMORY: Final = 0.98  # weight of the past in a mean over requests
 
 
 class DecodePool:
-    """All that decodes or will, of one model. `members`: who takes decodes now."""
+    """All that decodes or will, of one model and group. `members`: who takes decodes now."""
 
     def __init__(self) -> None:
         self.members: Sequence[Member] = ()
-        self._begins: list[float] = []  # sorted: when each request has its first token, as predicted or as it was
+        self._coming: list[float] = []  # sorted: when each request will have its first token, as predicted
+        self._begun: list[float] = []  # sorted: when it was there
         self._decode_s = FIRST_DECODE_S
         self._context = 0.0  # mean tokens of a request in the middle of its decode
 
     def __len__(self) -> int:
-        return len(self._begins)
+        return len(self._coming) + len(self._begun)
 
     def begin(self, work: Work) -> None:
         middle = work.tokens + work.output_tokens / 2
         self._context = _mean(self._context, middle) if self._context else middle
-        insort(self._begins, work.first_token_s)
+        insort(self._coming, work.first_token_s)
 
     def prefilled(self, work: Work, now: float) -> None:
-        self._forget(work.first_token_s)
+        """To be called before the work itself knows of it."""
+        self._forget(work)
         work.first_token_s = now
-        insort(self._begins, now)
+        insort(self._begun, now)
 
     def end(self, work: Work, now: float, *, is_finished: bool) -> None:
-        self._forget(work.first_token_s)
+        self._forget(work)
         if is_finished and work.prefilled_s is not None:
             self._decode_s = _mean(self._decode_s, now - work.prefilled_s)
 
@@ -46,18 +48,25 @@ class DecodePool:
         """The mean step of those that decode now; what is still being prefilled does not count."""
         return _average(member.step_s(is_present=True) for member in self.members)
 
-    def tbt_s_at(self, when_s: float) -> float:
-        """The mean step then, if each request decodes as long as the mean: who came within that time is there."""
+    def tbt_s_at(self, when_s: float, now: float) -> float:
+        """The mean step then, if each request decodes as long as the mean: who came within that time is there.
+
+        A first token that is overdue comes now. What others than this Conductor sent stays as much as it is.
+        """
         if not self.members:
             return 0.0
-        there = bisect_right(self._begins, when_s) - bisect_right(self._begins, when_s - self._decode_s)
+        since_s = when_s - self._decode_s
+        there = bisect_right(self._begun, when_s) - bisect_right(self._begun, since_s)
+        there += bisect_right(self._coming, when_s) - (bisect_right(self._coming, since_s) if since_s >= now else 0)
+        there += sum(member.others_batch for member in self.members)
         batch = (there + 1) / len(self.members)
         return _average(member.instance.decode.seconds(batch, batch * self._context) for member in self.members)
 
-    def _forget(self, begin_s: float) -> None:
-        at = bisect_right(self._begins, begin_s) - 1
-        assert self._begins[at] == begin_s, (begin_s, self._begins[at])
-        del self._begins[at]
+    def _forget(self, work: Work) -> None:
+        begins = self._coming if work.prefilled_s is None else self._begun
+        at = bisect_right(begins, work.first_token_s) - 1
+        assert begins[at] == work.first_token_s, (work.first_token_s, begins[at])
+        del begins[at]
 
 
 def _mean(old: float, new: float) -> float:

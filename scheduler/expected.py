@@ -1,14 +1,17 @@
 """Which prefixes instances are about to have, because requests that were sent there will compute them.
 
 Who comes next with the same prefix finds it there: an instance takes its prompts in turn. Nobody else can pull it yet.
-A chain is known by those blocks that end at a multiple of `GRID_TOKENS`: a long prompt costs some hundred entries.
+A chain is known by some of its blocks, at the same places in every chain: a long prompt costs some hundred entries.
 """
 
+from bisect import bisect_left
 from typing import Final
 
 from scheduler.requests import Chain
 
-GRID_TOKENS: Final = 256
+GRID_TOKENS: Final = 256  # between two blocks that are looked at
+FINE: Final = 64  # of them, before they are COARSE times as far apart
+COARSE: Final = 4
 
 
 class Expected:
@@ -25,8 +28,11 @@ class Expected:
         names = [name for chain in chains for name in _grid(chain)]
         self._requests[request] = (instance, names)
         for name in names:
-            counts = self._instances.setdefault(name, {})
-            counts[instance] = counts.get(instance, 0) + 1
+            counts = self._instances.get(name)
+            if counts is None:
+                self._instances[name] = {instance: 1}
+            else:
+                counts[instance] = counts.get(instance, 0) + 1
 
     def drop(self, request: str) -> None:
         """Idempotent."""
@@ -45,13 +51,22 @@ class Expected:
         if not self._instances:
             return found
         for chain in chains:
-            step = _step(chain)
-            for at, name in enumerate(_grid(chain), 1):
-                counts = self._instances.get(name)
-                if counts is None:
-                    break
-                for instance in counts:
-                    found[instance] = max(found.get(instance, 0), at * step * chain.block_tokens)
+            for instance, places in self._deepest(_grid(chain)).items():
+                found[instance] = max(found.get(instance, 0), _tokens(chain, places))
+        return found
+
+    def _deepest(self, names: list[int]) -> dict[str, int]:
+        """How many of the names each instance has. Who has one has all before it: so the deepest place that has more
+        instances than were found below it is found by halving."""
+        found: dict[str, int] = {}
+
+        def instances(place: int) -> int:
+            return -len(self._instances.get(names[place - 1], ()))
+
+        stop = len(names)
+        while stop := bisect_left(range(1, stop + 1), -len(found), key=instances):
+            for instance in self._instances[names[stop - 1]]:
+                found.setdefault(instance, stop)
         return found
 
 
@@ -61,5 +76,11 @@ def _step(chain: Chain) -> int:
 
 def _grid(chain: Chain) -> list[int]:
     step = _step(chain)
-    names: list[int] = chain.names[step - 1 :: step].tolist()
-    return names
+    fine: list[int] = chain.names[step - 1 : FINE * step : step].tolist()
+    coarse: list[int] = chain.names[(FINE + COARSE) * step - 1 :: COARSE * step].tolist()
+    return fine + coarse
+
+
+def _tokens(chain: Chain, places: int) -> int:
+    """Of a chain's prefix that has so many places of the grid."""
+    return (places + (COARSE - 1) * max(0, places - FINE)) * _step(chain) * chain.block_tokens

@@ -4,38 +4,48 @@ from collections.abc import Mapping
 
 
 class FairShare:
-    """Predicted prefill seconds that each tenant has waiting. A share is by weight among those who have any.
+    """Predicted prefill seconds that tenants have waiting for a model. A share is by weight among those who have any.
 
-    A tenant alone may use all: nothing is kept free for who does not ask.
+    A tenant alone may use all: nothing is kept free for who does not ask. Who waits for another model takes nothing.
     """
 
     def __init__(self, weights: Mapping[str, float], slack: float) -> None:
         self._weights = weights
         self._slack = slack
-        self._waiting_s: dict[str, float] = {}
+        self._waiting: dict[str, dict[str, tuple[int, float]]] = {}  # by model and tenant: requests, seconds
 
-    def add(self, tenant: str, seconds: float) -> None:
-        self._waiting_s[tenant] = self._waiting_s.get(tenant, 0.0) + seconds
+    def add(self, model: str, tenant: str, seconds: float) -> None:
+        tenants = self._waiting.setdefault(model, {})
+        requests, waiting_s = tenants.get(tenant, (0, 0.0))
+        tenants[tenant] = requests + 1, waiting_s + seconds
 
-    def take(self, tenant: str, seconds: float) -> None:
-        left = self._waiting_s[tenant] - seconds
-        if left > 1e-9:
-            self._waiting_s[tenant] = left
-        else:
-            del self._waiting_s[tenant]
+    def take(self, model: str, tenant: str, seconds: float) -> None:
+        """What was added once. KeyError for what was not."""
+        tenants = self._waiting[model]
+        requests, waiting_s = tenants[tenant]
+        if requests > 1:
+            tenants[tenant] = requests - 1, max(0.0, waiting_s - seconds)
+            return
+        del tenants[tenant]
+        if not tenants:
+            del self._waiting[model]
 
-    def is_over(self, tenant: str) -> bool:
+    def is_over(self, model: str, tenant: str) -> bool:
         """Whether the tenant has more than `slack` times its share of what waits; alone it has all."""
-        mine = self._waiting_s.get(tenant, 0.0)
-        if not mine:
+        tenants = self._waiting.get(model, {})
+        _, mine_s = tenants.get(tenant, (0, 0.0))
+        if not mine_s:
             return False
-        weights = sum(self._weight(name) for name in self._waiting_s)
-        share = self._weight(tenant) / weights
-        return mine > self._slack * share * sum(self._waiting_s.values())
+        share = self._weight(tenant) / sum(map(self._weight, tenants))
+        return mine_s > self._slack * share * sum(waiting_s for _, waiting_s in tenants.values())
 
-    def waiting_s(self) -> dict[str, float]:
-        """By tenant."""
-        return dict(self._waiting_s)
+    def waiting_s(self) -> dict[tuple[str, str], float]:
+        """By model and tenant."""
+        return {
+            (model, tenant): waiting_s
+            for model, tenants in self._waiting.items()
+            for tenant, (_, waiting_s) in tenants.items()
+        }
 
     def _weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)

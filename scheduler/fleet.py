@@ -9,6 +9,8 @@ from typing import Final
 from scheduler.costs import DecodeCost, PrefillCost, TierCost
 
 BUSY_S: Final = 30.0  # over which an instance's utilisation is a mean
+UNDER_WAY_S: Final = 5.0  # so long a request may take to its instance: before, what that says is not without it
+PACE: Final = 0.9  # weight of the past in the mean seconds that a token of a queue takes
 
 
 class Role(Enum):
@@ -73,6 +75,9 @@ class Work:
     routed_s: float
     prefill_s: float  # predicted, of the prefill alone
     first_token_s: float  # predicted, and what it was once it was there
+    group: str = ""  # of both instances
+    computed: int = 0  # tokens of the prompt that are not cached
+    ready_s: float = 0.0  # predicted, when its prefix is where it is computed
     deadline_s: float | None = None
     pull_source: str = ""
     pull_target: str = ""
@@ -114,23 +119,26 @@ class Member:
         self.prefilling: dict[str, Work] = {}  # the front is being computed, as far as is known
         self.arriving = Share()  # to be decoded here once their prefill is done
         self.decoding = Share()
+        self.others_batch = 0  # sequences here that others sent, by what the instance said
+        self._others_context = 0.0
         self._prefilling_s = 0.0  # predicted, of all that is in `prefilling`
         self._front_since_s = now
-        self._since_load = Share()  # sent to be decoded after the last load
-        self._since_load_s = 0.0  # of prefill
+        self._told_s = 0.0  # of prefill, by what the instance said and what was sent since
+        self._told_at_s = now
+        self._tells = False  # it has spoken of prompts that wait, so it would if there were some
+        self._unheard_s = 0.0  # of prefill, so lately sent that the instance may not have known of it
+        self._pace = (0.0, 0.0)  # tokens and the seconds of their prefill, as a decaying mean
         self._busy = 0.0  # prefill seconds a second, decaying
         self._busy_at_s = now
 
     def queue_s(self, now: float) -> float:
-        """Until a prefill that is sent now would begin: by what was sent, and by what the instance said; the larger."""
-        mine = 0.0
-        if self.prefilling:
-            front = next(iter(self.prefilling.values()))
-            mine = max(0.0, self._prefilling_s - min(front.prefill_s, max(0.0, now - self._front_since_s)))
+        """Until a prefill that is sent now would begin. By what was sent; it is more where the instance has work of
+        others too, and less where the instance knows nothing of what was sent to it long ago."""
+        sent_s = self._sent_s(now)
         if self.load is None:
-            return mine
-        said = self.instance.prefill.seconds(self.load.prefill_tokens, 0) if self.load.prefill_tokens else 0.0
-        return max(mine, max(0.0, said - (now - self.load.at_s)) + self._since_load_s)
+            return sent_s
+        told_s = self._told(now)
+        return max(told_s, min(sent_s, told_s + self._unheard_s) if self._tells else sent_s)
 
     def utilisation(self, now: float) -> float:
         """The share of its time that prefill took lately."""
@@ -138,45 +146,58 @@ class Member:
 
     def step_s(self, *, more: int = 0, context: int = 0, is_present: bool = False) -> float:
         """A decode step with `more` sequences of `context` tokens: with all that come here, or those here now."""
-        batch, tokens = len(self.decoding.works), self.decoding.context
+        batch = len(self.decoding.works) + self.others_batch + more
+        tokens = self.decoding.context + self._others_context + context
         if not is_present:
             batch, tokens = batch + len(self.arriving.works), tokens + self.arriving.context
-        if self.load is not None:
-            since = 0 if is_present else 1
-            batch = max(batch, self.load.decode_batch + since * len(self._since_load.works))
-            tokens = max(tokens, self.load.decode_context + since * self._since_load.context)
-        return self.instance.decode.seconds(batch + more, tokens + context)
+        return self.instance.decode.seconds(batch, tokens)
 
     def has_room(self, context: int) -> bool:
         """Whether it can hold this many more tokens, and one more sequence."""
         at_most, sequences = self.instance.decode_tokens, self.instance.decode_batch
-        held = self.decoding.context + self.arriving.context
-        count = len(self.decoding.works) + len(self.arriving.works)
+        held = self.decoding.context + self.arriving.context + self._others_context
+        count = len(self.decoding.works) + len(self.arriving.works) + self.others_batch
         return (not at_most or held + context <= at_most) and (not sequences or count < sequences)
 
     def heard(self, load: Load, now: float) -> None:
+        """Compare what it says with what was sent to it: the rest is of others."""
         self.seen_s = now
         self.load = load
-        self._since_load = Share()
-        self._since_load_s = 0.0
+        said, sent_s = load.prefill_tokens, self._sent_s(now)
+        others = said - sum(work.computed for work in self.prefilling.values())
+        self._told_s = sent_s + self._seconds(others) if others >= 0 else min(sent_s, self._seconds(said))
+        self._told_at_s = load.at_s
+        self._tells = self._tells or said > 0
+        lately = now - UNDER_WAY_S
+        self._unheard_s = sum(work.prefill_s for work in self.prefilling.values() if work.routed_s > lately)
+        self.others_batch = max(0, load.decode_batch - len(self.decoding.works))
+        self._others_context = self.others_batch * load.decode_context / max(1, load.decode_batch)
 
     def send_prefill(self, work: Work, now: float) -> None:
         if not self.prefilling:
             self._front_since_s = now
         self.prefilling[work.request] = work
         self._prefilling_s += work.prefill_s
-        self._since_load_s += work.prefill_s
+        self._told_s, self._told_at_s = self._told(now) + work.prefill_s, now
+        tokens, seconds = self._pace
+        self._pace = PACE * tokens + work.computed, PACE * seconds + work.prefill_s
         self._busy = self.utilisation(now) + work.prefill_s / BUSY_S
         self._busy_at_s = now
 
-    def end_prefill(self, request: str, now: float) -> None:
-        if self.prefilling.pop(request, None) is not None:
-            self._prefilling_s = sum(work.prefill_s for work in self.prefilling.values())
+    def end_prefill(self, request: str, now: float, *, is_done: bool) -> None:
+        """Who goes from the middle of the queue changes nothing for its front."""
+        front = next(iter(self.prefilling), None)
+        work = self.prefilling.pop(request, None)
+        if work is None:
+            return
+        self._prefilling_s = max(0.0, self._prefilling_s - work.prefill_s) if self.prefilling else 0.0
+        if request == front:
             self._front_since_s = now
+        if not is_done:
+            self._told_s, self._told_at_s = max(0.0, self._told(now) - work.prefill_s), now
 
     def send_decode(self, work: Work) -> None:
         self.arriving.add(work)
-        self._since_load.add(work)
 
     def begin_decode(self, request: str) -> None:
         work = self.arriving.take(request)
@@ -186,7 +207,24 @@ class Member:
     def end_decode(self, request: str) -> None:
         self.arriving.take(request)
         self.decoding.take(request)
-        self._since_load.take(request)
+
+    def _sent_s(self, now: float) -> float:
+        """Until all that was sent is computed, as predicted. The front may have to wait for its prefix yet."""
+        if not self.prefilling:
+            return 0.0
+        front = next(iter(self.prefilling.values()))
+        front_s = now - max(self._front_since_s, front.ready_s)
+        return max(0.0, self._prefilling_s - min(front.prefill_s, front_s))
+
+    def _told(self, now: float) -> float:
+        return max(0.0, self._told_s - (now - self._told_at_s))
+
+    def _seconds(self, computed: int) -> float:
+        """To prefill so many tokens of a queue: as long as such took lately, since a queue is not one long prompt."""
+        if not computed:
+            return 0.0
+        tokens, seconds = self._pace
+        return computed * seconds / tokens if tokens else self.instance.prefill.seconds(computed, 0)
 
 
 class Fleet:
@@ -241,7 +279,7 @@ class Fleet:
         if work is None or work.prefilled_s is not None:
             return None
         work.prefilled_s = now
-        self._end_prefill(work, now)
+        self._end_prefill(work, now, is_done=True)
         if work.decode in self.members:
             self.members[work.decode].begin_decode(request)
         return work
@@ -250,11 +288,11 @@ class Fleet:
         """The request is finished, failed or cancelled: nothing of it is left anywhere. None if it is not known."""
         work = self.works.pop(request, None)
         if work is not None:
-            self._end_prefill(work, now)
+            self._end_prefill(work, now, is_done=False)
             if work.decode in self.members:
                 self.members[work.decode].end_decode(request)
         return work
 
-    def _end_prefill(self, work: Work, now: float) -> None:
+    def _end_prefill(self, work: Work, now: float, *, is_done: bool) -> None:
         if work.prefill in self.members:
-            self.members[work.prefill].end_prefill(work.request, now)
+            self.members[work.prefill].end_prefill(work.request, now, is_done=is_done)

@@ -49,6 +49,10 @@ class HolderSets:
         """Sets that there may be, with as many holders as now."""
         return min(SETS_MOST, SETS_BYTES // int(self._masks[0].nbytes))
 
+    def holders(self, numbers: Values) -> NDArray[np.int32]:
+        """How many are in each."""
+        return self._holders[numbers]
+
     def widen(self, holders: int) -> None:
         """Make masks long enough for so many."""
         words = self._masks.shape[2]
@@ -101,7 +105,7 @@ class HolderSets:
         self._drop(touched[(self._blocks[touched] == 0) & (touched != NOTHING)])
 
     def forget(self, holder: int) -> tuple[Values, int]:
-        """Take a holder out of all sets: the set that each number means now, and how many blocks lost others too.
+        """Take a holder out of all sets: the set that each number means now, and how many holdings of others are lost.
 
         Sets that have become equal are one from now on.
         """
@@ -122,8 +126,8 @@ class HolderSets:
         found = self._numbers.lookup(_in_table(self._hashes[left]))
         differs = _differ(self._masks[left], self._masks[found])
         lost = left[differs]
-        self.holdings -= int((self._blocks[lost] * self._holders[lost]).sum())
-        dropped = int(self._blocks[lost].sum())
+        dropped = int((self._blocks[lost] * self._holders[lost]).sum())
+        self.holdings -= dropped
         found[differs] = NOTHING
         after[numbers] = NOTHING
         after[left] = found

@@ -20,7 +20,10 @@ LOOKED_UP: Final = 1024  # names at first; the rest only if somebody has all of 
 
 
 class PrefixIndex:
-    """Holders by number, and what each has. `dropped`: blocks that it should know of a holder, and does not."""
+    """Holders by number, and what each has.
+
+    dropped: pairs of a block and a holder that it was told of and has forgotten, at most; while 0, it is exact.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -139,7 +142,7 @@ class PrefixIndex:
         sets, which, blocks = _distinct(self._names.values[slots])
         changed = self._sets.changed(sets, holder, tier, is_there=False)
         is_refused = changed == NO_SET
-        self.dropped += int(blocks[is_refused].sum())
+        self.dropped += int((blocks * self._sets.holders(sets))[is_refused].sum())
         changed[is_refused] = NOTHING
         self._sets.count(sets, changed, blocks)
         after = changed[which]

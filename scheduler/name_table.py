@@ -190,7 +190,7 @@ class Generation:
 
 
 def _width(left: int) -> int:
-    """Buckets of each to look at together: the more, the fewer hashes are left, since a round has a price of its own."""
+    """Buckets of each to look at together: the more, the fewer hashes are left, for a round has a price of its own."""
     return max(1, min(LOOKED_AT // max(1, left), WIDTH_MOST))
 
 

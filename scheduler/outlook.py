@@ -1,6 +1,6 @@
 """What every prefill instance would mean for one request, in columns: its wait, its prefix, its loads and pulls."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from scheduler.costs import Floats, prefill_seconds
 from scheduler.fleet import Member
 from scheduler.requests import Request
+from scheduler.traffic import Traffic
 
-SOURCES = 4  # nodes that are looked at for a pull: those with the longest prefix, of equals the least busy
+SOURCES = 4  # prefixes that are looked at for a pull: the longest, and shorter ones that come at less cost
 NOBODY = -1  # a holder's number: the row of nothing that `Tokens` ends with
 NEVER_S = 1e6  # a byte, by a way that is not there: a number, so that no bytes that way take no time
 
@@ -19,10 +20,18 @@ Tokens = NDArray[np.float64]  # [holders + 1, 3]: of the prompt, by tier as in P
 
 
 class Pool:
-    """The prefill instances of a model, in columns that change only with the fleet."""
+    """The prefill instances of a model, in columns that change only with the fleet, and who decodes for each group."""
 
-    def __init__(self, members: Sequence[Member], holders: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        members: Sequence[Member],
+        takers: Mapping[str, list[Member]],
+        holders: Mapping[str, int],
+        disk_rates: Mapping[str, float],
+    ) -> None:
         self.members = list(members)
+        self.takers = takers
+        self.disk_rates = disk_rates  # of nodes, bytes a second; of a node that is not there it is not known
         instances = [member.instance for member in members]
         self.names = [instance.name for instance in instances]
         self.nodes = [instance.node for instance in instances]
@@ -37,15 +46,22 @@ class Pool:
             [[np.inf] * len(tiers), [t.dram_rate for t in tiers], [t.nvme_rate for t in tiers]], dtype=float
         )
         self.tier_s_per_byte: Floats = _inverse(rates)
-        self.network_s_per_byte: Floats = _inverse(np.array([tier.network_rate for tier in tiers], dtype=float))
+        links = [instance.tiers.network_rate if instance.node else 0.0 for instance in instances]
+        self.network_s_per_byte: Floats = _inverse(np.array(links, dtype=float))
 
 
 class Source(NamedTuple):
-    """A node that a prefix can be pulled from. `tokens` of the prompt, `busy_bytes` that it still has to send."""
+    """A prefix that can be pulled from a node: `tokens` of the prompt, of them in its memory, the rest on its disk;
+    `busy_bytes` that it still has to send."""
 
     node: str
     tokens: float
+    memory_tokens: float
     busy_bytes: float
+
+    @property
+    def disk_tokens(self) -> float:
+        return self.tokens - self.memory_tokens
 
 
 class Choice(NamedTuple):
@@ -62,7 +78,7 @@ class Choice(NamedTuple):
 
 class Outlook:
     """A request over a pool. `prefixes` as `Tokens`; `expected` tokens of it that instances are about to compute;
-    `sources` best first; `busy_bytes` that nodes have to receive.
+    `sources` longest first; `receiving`: what nodes have to receive.
 
     A prompt's last token is always computed. Transfers begin when a request is sent, so they pass while it waits.
     """
@@ -74,7 +90,7 @@ class Outlook:
         prefixes: Tokens,
         expected: Mapping[str, int],
         sources: Sequence[Source],
-        busy_bytes: Mapping[str, float],
+        receiving: Traffic,
         *,
         now: float,
     ) -> None:
@@ -90,7 +106,8 @@ class Outlook:
             soon = np.array([expected.get(name, 0) for name in pool.names], dtype=float)
             levels[1:] = np.maximum(levels[1:], soon)
         self._levels: Floats = np.minimum(levels, self._most)
-        self._busy: Floats = np.array([busy_bytes.get(name, 0.0) for name in pool.nodes])
+        self.node_tokens: Floats = node[:, 2]  # [n]: of the prompt, that the nodes have now, in any tier
+        self._busy: Floats = np.array([receiving.ahead(name, now) for name in pool.nodes])
 
     def __len__(self) -> int:
         return len(self.pool.members)
@@ -112,12 +129,6 @@ class Outlook:
         return self._local[3]
 
     @property
-    def here_tokens(self) -> Floats:
-        """`[n]`: of the prompt, that are there in any tier, or soon are."""
-        there: Floats = self._levels[2]
-        return there
-
-    @property
     def local_tokens(self) -> Floats:
         """`[n]`: of the prompt, that are there and pay."""
         tokens: Floats = self._levels[self._local[0], np.arange(len(self))]
@@ -126,11 +137,14 @@ class Outlook:
     @cached_property
     def _pulled(self) -> tuple[Floats, Floats, Floats]:
         """`[sources, n]`: seconds to pull, to compute the rest, to the first token."""
-        cached = np.minimum(np.array([[source.tokens] for source in self.sources]), self._most)
-        ahead = np.maximum(np.array([[source.busy_bytes] for source in self.sources]), self._busy)
-        missing = np.maximum(0.0, cached - self._levels[2]) * self.pool.kv_bytes
-        pull_s = self.pool.latency_s + (missing + ahead) * self.pool.network_s_per_byte
-        cached = np.maximum(cached, self._levels[2])
+        pool = self.pool
+        tokens, memory, busy = np.array([source[1:] for source in self.sources]).T[:, :, np.newaxis]
+        ahead = np.maximum(busy, self._busy)
+        missing = np.maximum(0.0, tokens - self.node_tokens) * pool.kv_bytes
+        on_disk = np.maximum(0.0, tokens - np.maximum(memory, self.node_tokens)) * pool.kv_bytes
+        disk_s = _inverse(np.array([[pool.disk_rates.get(source.node, np.inf)] for source in self.sources]))
+        pull_s = pool.latency_s + np.maximum((missing + ahead) * pool.network_s_per_byte, on_disk * disk_s)
+        cached = np.minimum(np.maximum(tokens, self._levels[2]), self._most)
         compute_s = prefill_seconds(self.pool.coefficients, self.request.tokens, cached)
         return pull_s, compute_s, np.maximum(self.queue_s, pull_s) + compute_s
 
@@ -171,15 +185,28 @@ class Outlook:
         )
 
 
-def sources_of(
-    nodes: Mapping[str, int], prefixes: Tokens, busy_bytes: Mapping[str, float], but: Collection[str] = ()
-) -> list[Source]:
-    """The nodes with the longest prefixes, `SOURCES` at most, of equals the least busy. `nodes`: holders by name."""
-    names = [name for name in nodes if name not in but]
-    tokens = prefixes[[nodes[name] for name in names], 2] if names else np.zeros(0)
-    found = [Source(names[at], float(tokens[at]), busy_bytes.get(names[at], 0.0)) for at in np.flatnonzero(tokens > 0)]
-    found.sort(key=lambda source: (-source.tokens, source.busy_bytes, source.node))
-    return found[:SOURCES]
+def sources_of(nodes: Mapping[str, int], prefixes: Tokens, sending: Traffic, now: float) -> list[Source]:
+    """What nodes have of a prompt, longest first, `SOURCES` at most: each with its disk, and its memory alone. Left out
+    is what another has too with no more on its disk and no more to send. `nodes`: holders by name."""
+    names = list(nodes)
+    tokens = prefixes[list(nodes.values())]
+    found = []
+    for at in np.flatnonzero(tokens[:, 2]).tolist():
+        _, memory, every = tokens[at].tolist()
+        busy_bytes = sending.ahead(names[at], now)
+        found.append(Source(names[at], every, memory, busy_bytes))
+        if 0 < memory < every:
+            found.append(Source(names[at], memory, memory, busy_bytes))
+    found.sort(key=lambda source: (-source.tokens, source.disk_tokens, source.busy_bytes, source.node))
+    kept: list[Source] = []
+    for source in found:
+        if not any(
+            longer.disk_tokens <= source.disk_tokens and longer.busy_bytes <= source.busy_bytes for longer in kept
+        ):
+            kept.append(source)
+            if len(kept) == SOURCES:
+                break
+    return kept
 
 
 def _inverse(rates: Floats) -> Floats:

@@ -35,19 +35,21 @@ class Pairing:
     ) -> tuple[Member, float]:
         """One of `takers`, which are not none, and the seconds between tokens there."""
         context = request.tokens + request.output_tokens
-        steps = [(_step_s(member, context, now), member) for member in takers]
-        for step_s, member in steps:
-            is_free = member is prefill and prefill.utilisation(now) <= self._collocate_below
-            if is_free and step_s <= self._slo.tbt_s:
-                return member, step_s
-        able = [(step_s, member) for step_s, member in steps if member.has_room(context)] or steps
+        steps = [(_step_s(member, context, now), member, member.has_room(context)) for member in takers]
+        if prefill.utilisation(now) < self._collocate_below:
+            for step_s, member, has_room in steps:
+                if member is prefill and has_room and step_s <= self._slo.tbt_s:
+                    return member, step_s
+        able = [(step_s, member) for step_s, member, has_room in steps if has_room]
+        able = able or [(step_s, member) for step_s, member, _ in steps]
         least_s = min(step_s for step_s, _ in able)
         rows = [
             (-float(prefixes[holders.get(member.instance.node, NOBODY), 2]), step_s, at)
             for at, (step_s, member) in enumerate(able)
             if step_s <= EQUAL * least_s
         ]
-        best = [at for tokens, step_s, at in rows if (tokens, step_s) == min(rows)[:2]]
+        first = min(rows)[:2]
+        best = [at for tokens, step_s, at in rows if (tokens, step_s) == first]
         step_s, member = able[best[int(self._draw() * len(best))]]
         return member, step_s
 

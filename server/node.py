@@ -25,8 +25,9 @@ from server.assembly import make_store
 from server.clustering import make_cluster, tell_of_trouble
 from server.config import Config, host_port
 from server.connection import Connection
+from server.http_serving import HttpServing
 from server.rdma import NodeRdma
-from server.rest import RestServer
+from server.rest import create_app
 from server.session import Session
 from server.tenants import doorkeeper
 from server.zmq_events import ZmqPublisher
@@ -60,7 +61,7 @@ class Node:
         self._connections: dict[Connection, None] = {}  # oldest first
         self._servers: list[asyncio.Server] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._rest: RestServer | None = None
+        self._rest: HttpServing | None = None
         self._publisher: ZmqPublisher | None = None
         self._crash: BaseException | None = None
         self._stopping = asyncio.Event()
@@ -109,15 +110,14 @@ class Node:
     @property
     def addresses(self) -> dict[str, str]:
         """Where clients find it, by kind (unix, tcp, rest), with the real ports where 0 was configured."""
-        node, rest = self.config.node, self.config.rest
+        node = self.config.node
         found = {"unix": f"unix://{node.unix_socket}"}
         for server in [server for server in self._servers if server.sockets[0].family != socket.AF_UNIX]:
             host, _ = host_port(node.tcp_listen)
             port = server.sockets[0].getsockname()[1]
             found["tcp"] = str(Address(host=host, port=port, tls=bool(node.tls_cert)))
         if self._rest is not None:
-            host, _ = host_port(rest.listen)
-            found["rest"] = f"http://{f'[{host}]' if ':' in host else host}:{self._rest.port}"
+            found["rest"] = self._rest.url
         return found
 
     # Life.
@@ -140,7 +140,16 @@ class Node:
         if node.tcp_listen:
             self._servers.append(await self._listen_tcp())
         if self.config.rest.listen:
-            self._rest = RestServer(self)
+            self._rest = HttpServing(
+                create_app(self),
+                "rest.listen",
+                self.config.rest.listen,
+                self.crashed,
+                connections=self.config.limits.connections,
+                patience_s=self.config.rest.request_timeout,
+                drain_s=node.drain_seconds,
+                errors=self.store.counters.errors,
+            )
         if events.zmq:
             self._publisher = ZmqPublisher(
                 self.store, node.unix_tenant or self.doorkeeper.tenants[0].name, events.zmq, events.topic

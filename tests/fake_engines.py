@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from server.conductor.models import StateBody, decoded, route_octets
-from server.conductor.serving import Serving
+from server.http_serving import HttpServing
 from server.rest.http import connection_of
 
 MODEL = "model"
@@ -90,7 +90,7 @@ class FakeEngine:
         paths = ("/v1/completions", "/v1/chat/completions")
         routes = [Route(path, self.complete, methods=["POST"]) for path in paths]
         routes.append(Route("/tokenize", self.tokenize, methods=["POST"]))
-        self._serving = Serving(Starlette(routes=routes), "fake", "127.0.0.1:0", lambda error: None)
+        self._serving = HttpServing(Starlette(routes=routes), "fake", "127.0.0.1:0", lambda error: None)
 
     async def start(self) -> None:
         await self._serving.start()
@@ -299,15 +299,16 @@ class FakeConductor:
         self.states: list[tuple[str, str, str]] = []
         self.counts: Counter[str] = Counter()
         self.is_broken = False
+        self.is_new = False  # nobody has registered yet
         self._serving = self._server("127.0.0.1:0")
 
-    def _server(self, listen: str) -> Serving:
+    def _server(self, listen: str) -> HttpServing:
         routes = [
             Route("/v1/route", self.route, methods=["POST"]),
             Route("/v1/requests/{id}", self.report, methods=["POST"]),
             Route("/v1/instances", self.instances, methods=["GET"]),
         ]
-        return Serving(Starlette(routes=routes), "fake", listen, lambda error: None)
+        return HttpServing(Starlette(routes=routes), "fake", listen, lambda error: None)
 
     async def start(self) -> None:
         await self._serving.start()
@@ -335,7 +336,7 @@ class FakeConductor:
         if self.refusals:
             return _refusal(*self.refusals.popleft())
         fit = [pair for pair in self.pairs if not set(pair) & set(query.exclude)]
-        if not fit or query.model != MODEL:
+        if self.is_new or not fit or query.model != MODEL:
             return _refusal(503, "no_instance")
         prefill, decode = fit[self.counts["turn"] % len(fit)]
         self.counts["turn"] += 1
@@ -350,10 +351,14 @@ class FakeConductor:
         return Response(status_code=204)
 
     async def instances(self, request: Request) -> Response:
-        rows = [
-            engine.place | {"role": engine.role, "model": MODEL, "is_draining": False}
-            for engine in self.engines.values()
-        ]
+        rows = (
+            []
+            if self.is_new
+            else [
+                engine.place | {"role": engine.role, "model": MODEL, "is_draining": False}
+                for engine in self.engines.values()
+            ]
+        )
         return JSONResponse({"instances": rows})
 
 

@@ -4,8 +4,10 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +16,21 @@ import typer
 from kvstore.errors import ERRORS
 from kvstore.metrics import METRICS
 from kvstore.wire import REPLIES, REQUESTS
+from scheduler.admission import ADMISSIONS
+from scheduler.policies import POLICIES
 from server.cli import app
+from server.conductor import exporter as conductor_exporter
+from server.conductor import settings as conductor_settings
+from server.conductor.app import ConductorRoutes
 from server.config import defaults, load
+from server.gateway import app as gateway_app
+from server.gateway import metrics as gateway_metrics
+from server.gateway import settings as gateway_settings
 from server.rest import create_app
+from server.sources import describe, show
+from server.worker import app as worker_app
+from server.worker import metrics as worker_metrics
+from server.worker.settings import WorkerConfig
 
 REPO = Path(__file__).parent.parent
 DOCS = REPO / "docs"
@@ -74,22 +88,32 @@ def test_every_page_can_be_reached_from_the_readme():
 # What users meet
 
 
+def settings() -> dict[str, str]:
+    """Of the node and of all services, with their defaults."""
+    worker = {name: show(default, hint) for name, hint, default in describe(WorkerConfig)}
+    return {**defaults(), **conductor_settings.defaults(), **gateway_settings.defaults(), **worker}
+
+
 def test_every_setting_is_documented_with_its_default():
     rows = re.findall(r"^\| `([^`]+)` \| (?:`([^`]*)`)? ?\|", text("configuration.md"), re.MULTILINE)
-    assert dict(rows) == defaults()
+    assert [name for name, count in Counter(name for name, _ in rows).items() if count > 1] == []
+    assert dict(rows) == settings()
 
 
-def test_every_setting_is_read_by_the_node():
-    code = "\n".join(path.read_text() for path in (REPO / "server").rglob("*.py") if path.name != "config.py")
-    assert [name for name in defaults() if not re.search(rf"\.{name.rpartition('.')[2]}\b", code)] == []
+def test_every_setting_is_read_by_its_service():
+    paths = [path for path in (REPO / "server").rglob("*.py") if path.name not in ("config.py", "settings.py")]
+    code = "\n".join(path.read_text() for path in paths)
+    assert [name for name in settings() if not re.search(rf"\.{name.rpartition('.')[2]}\b", code)] == []
 
 
 def commands(command: Any, path: str) -> Iterator[str]:
-    if hasattr(command, "commands"):
-        for name, inner in command.commands.items():
-            yield from commands(inner, f"{path} {name}")
-    else:
+    """A group that does something by itself, as `cairn conductor` does, is a command too."""
+    default = getattr(command, "default", None)
+    if default is not None or not hasattr(command, "commands"):
         yield path
+    for name, inner in getattr(command, "commands", {}).items():
+        if name != default:
+            yield from commands(inner, f"{path} {name}")
 
 
 def test_every_command_is_documented():
@@ -109,10 +133,49 @@ def test_every_path_of_the_rest_interface_is_documented():
     assert [operation for operation in operations if operation not in page] == []
 
 
+def paths_of(routes: Any) -> Iterator[str]:
+    for route in routes:
+        for method in sorted(route.methods - {"HEAD"}):
+            yield f"{method} {re.sub(r':[a-z]+}', '}', route.path)}"
+
+
+@pytest.mark.parametrize(
+    ("page", "routes"),
+    [
+        (
+            "conductor.md",
+            ConductorRoutes(SimpleNamespace(config=conductor_settings.ConductorConfig())).paths(),
+        ),
+        ("serving.md", gateway_app.create_app(gateway_settings.GatewayConfig(), None)[0].routes),
+        ("serving.md", worker_app.create_app(None, "").routes),
+    ],
+    ids=["conductor", "gateway", "worker"],
+)
+def test_every_path_of_a_service_is_documented(page, routes):
+    operations = list(paths_of(routes))
+    assert operations
+    assert [operation for operation in operations if f"`{operation}`" not in text(page)] == []
+
+
+def metrics() -> set[str]:
+    """Of the node and of all services."""
+    asking = SimpleNamespace(is_up=True, places={}, counts=Counter())
+    told = gateway_metrics.Metrics(asking, SimpleNamespace(missed=0)).render()[0]
+    told += worker_metrics.Metrics(lambda: 0, lambda: 0).text()
+    names = re.findall(r"^# TYPE (\w+)", told.decode(), re.MULTILINE)
+    services = {name for name in names if not name.endswith("_created")}
+    return {*METRICS, *conductor_exporter.METRICS, *conductor_exporter.HISTOGRAMS, *services}
+
+
 def test_every_metric_is_documented():
     page = text("metrics.md")
-    assert [name for name in METRICS if f"`{name}`" not in page] == []
-    assert [name for name in re.findall(r"`(cairn_\w+)`", page) if name not in METRICS] == []
+    assert [name for name in metrics() if f"`{name}`" not in page] == []
+    assert [name for name in re.findall(r"`(cairn_\w+)`", page) if name not in metrics()] == []
+
+
+def test_every_policy_and_admission_is_documented():
+    page = text("conductor.md")
+    assert [name for name in (*POLICIES, *ADMISSIONS) if f"`{name}`" not in page] == []
 
 
 def test_every_error_is_documented_with_its_class_and_whether_to_try_again():
@@ -126,11 +189,18 @@ def test_every_message_is_documented():
     assert missing == []
 
 
-def test_every_module_of_the_store_is_in_the_architecture():
+@pytest.mark.parametrize(
+    "folder",
+    [
+        *("kvstore", "kvstore/cluster", "scheduler", "scheduler/policies", "scheduler/admission"),
+        *("scheduler/simulation", "server/conductor", "server/gateway", "server/worker"),
+    ],
+)
+def test_every_module_is_in_the_architecture(folder):
     page = text("architecture.md")
-    folders = (REPO / "kvstore", REPO / "kvstore" / "cluster")
-    modules = [path for folder in folders for path in folder.glob("*.py") if path.name != "__init__.py"]
-    assert [path.name for path in modules if path.name not in page] == []
+    modules = [path for path in (REPO / folder).glob("*.py") if path.name != "__init__.py"]
+    assert modules
+    assert [path.name for path in modules if not re.search(rf"\b{re.escape(path.name)}\b", page)] == []
 
 
 # Examples

@@ -153,11 +153,15 @@ THIRD_PARTY = {  # a dependency, and the modules that know it
     "uvloop": [f"server/commands/{service}.py" for service in ("node", "conductor", "gateway", "worker")],
     "fastapi": ["server/rest/*.py"],
     "pydantic": ["server/rest/models.py", "server/rest/openapi.py"],
-    "starlette": ["server/rest/*.py", *(f"server/{service}/*.py" for service in ("conductor", "gateway", "worker"))],
+    "starlette": [
+        "server/rest/*.py",
+        "server/http_serving.py",
+        *(f"server/{service}/*.py" for service in ("conductor", "gateway", "worker")),
+    ],
     "uvicorn": [
         "server/rest/__init__.py",
         "server/rest/http.py",
-        "server/conductor/serving.py",
+        "server/http_serving.py",
         "server/worker/service.py",
     ],
     "prometheus_client": [

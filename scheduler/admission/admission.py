@@ -7,9 +7,10 @@ from scheduler.requests import Reason
 
 
 class Prospect(NamedTuple):
-    """What a request would get at its best place: seconds to the first token, and when that is; seconds between tokens
-    at the decode instance as it is now. The limits are what it may take."""
+    """What a request that is asked for `now` would get at its best place: seconds to the first token, and when that is;
+    seconds between tokens at the decode instance as it is now. The limits are what it may take."""
 
+    now: float
     ttft_s: float
     first_token_s: float
     tbt_s: float

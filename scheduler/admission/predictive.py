@@ -15,7 +15,8 @@ class PredictiveRejection:
     def on_arrival(self, prospect: Prospect, pool: DecodePool) -> Reason | None:
         if prospect.ttft_s > prospect.ttft_limit_s:
             return Reason.TTFT
-        return Reason.TBT if pool.tbt_s_at(prospect.first_token_s) > prospect.tbt_limit_s else None
+        tbt_s = pool.tbt_s_at(prospect.first_token_s, prospect.now)
+        return Reason.TBT if tbt_s > prospect.tbt_limit_s else None
 
     def on_decode(self, tbt_s: float, tbt_limit_s: float) -> Reason | None:
         return Reason.TBT if tbt_s > tbt_limit_s else None

@@ -10,7 +10,6 @@ from server.commands import output
 from server.commands.config import ConfigFile
 from server.commands.reach import invocation
 from server.conductor.settings import ConductorConfig, load
-from server.config import host_port
 
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -36,15 +35,14 @@ def conductor(context: typer.Context, *, config: ConfigFile = None) -> None:
 async def _serve(settings: ConductorConfig, *, as_json: bool) -> None:
     from server.conductor.app import create_app  # the other commands need nothing of it, and it takes a while
     from server.conductor.service import ConductorService
-    from server.conductor.serving import Serving, until_signalled
+    from server.http_serving import HttpServing, until_signalled
 
     service = ConductorService(settings)
-    serving = Serving(create_app(service), "conductor.listen", settings.conductor.listen, service.crashed)
+    serving = HttpServing(create_app(service), "conductor.listen", settings.conductor.listen, service.crashed)
     try:
         await serving.start()
         service.start()
-        host, _ = host_port(settings.conductor.listen)
-        url = f"http://{f'[{host}]' if ':' in host else host}:{serving.port}"
+        url = serving.url
         if as_json:
             output.emit({"pid": os.getpid(), "policy": settings.conductor.policy, "addresses": {"http": url}})
         else:

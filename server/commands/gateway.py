@@ -34,8 +34,8 @@ def gateway(context: typer.Context, *, config: ConfigFile = None) -> None:
 
 
 async def _serve(settings: GatewayConfig, *, as_json: bool) -> None:
-    from server.conductor.serving import until_signalled  # the other commands need nothing of it
     from server.gateway.service import Gateway
+    from server.http_serving import until_signalled  # the other commands need nothing of it
 
     found = Gateway(settings)
     try:

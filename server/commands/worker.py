@@ -11,6 +11,14 @@ from server.commands.config import ConfigFile
 from server.commands.node import LINE
 from server.commands.reach import invocation
 
+QUIET = {  # unless the environment says otherwise; set before torch is imported
+    "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads would take the cores from other processes
+    "GOMP_SPINCOUNT": "0",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TQDM_DISABLE": "1",
+}
+
 
 def worker(context: typer.Context, *, config: ConfigFile = None) -> None:
     """Run a model in the foreground until SIGTERM or Ctrl-C; needs the extra `engine`.
@@ -32,6 +40,8 @@ def worker(context: typer.Context, *, config: ConfigFile = None) -> None:
 
     given = load(config, os.environ, context.args)
     logging.basicConfig(level=given.log.level.upper(), format=LINE, force=True)
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
     model = load_model(given.worker)
     costs = measure(model.engine)
 

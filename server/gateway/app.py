@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import json
 import logging
+import re
 import secrets
 from collections.abc import Mapping
 from typing import Any, Final
@@ -14,14 +15,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from server.gateway.asked import CHAT, COMPLETIONS, Refused, asked
+from server.gateway.asked import CHAT, COMPLETIONS, TEXT_LENGTH, Refused, asked
 from server.gateway.client import Client, ClientGone
 from server.gateway.exchange import Exchange, Parts
 from server.gateway.settings import GatewayConfig
 
 log = logging.getLogger("cairn.gateway")
 
-ID_LENGTH: Final = 120  # leaves room for the number of a try
+ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,120}")  # leaves room for the number of a try
 DEFAULT_TENANT: Final = "default"
 
 
@@ -61,7 +62,7 @@ class Front:
             metrics.requests.labels("overloaded" if refused.status == 503 else "invalid").inc()
             await _quietly(client.refuse(refused))
             return
-        client.request_id = headers.get("x-request-id", "")[:ID_LENGTH] or request_id
+        client.request_id = headers.get("x-request-id", "")[:TEXT_LENGTH] or request_id
         metrics.in_flight.inc()
         try:
             outcome = await self._exchange(path, headers, request_id, client)
@@ -93,9 +94,11 @@ class Front:
             raise Refused(503, "this gateway shuts down", code="draining", retry_after_s=1.0)
         if self.in_flight >= self._config.gateway.limit:
             raise Refused(503, "too many requests are under way", code="overloaded", retry_after_s=1.0)
-        given = headers.get("x-request-id", "")[:ID_LENGTH]
-        usable = given if given.isascii() and given.replace("-", "").replace("_", "").isalnum() else ""
-        found = usable if usable and usable not in self._ids else f"{usable[:80] or 'cairn'}-{secrets.token_hex(8)}"
+        given = headers.get("x-request-id", "")
+        fits = ID.fullmatch(given) is not None
+        found = (
+            given if fits and given not in self._ids else f"{given[:80] if fits else 'cairn'}-{secrets.token_hex(8)}"
+        )
         self._ids.add(found)
         return found
 

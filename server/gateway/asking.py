@@ -26,6 +26,8 @@ SUSPECT_S: Final = 5.0  # that an instance which failed comes last, where no Con
 DOWN_S: Final = 3.0  # that one which does not listen is not asked for: so long a Conductor takes to miss it
 BYTES_PER_TOKEN: Final = 4  # of text, where nobody counts tokens
 MOST_EXCLUDED: Final = 64
+NO_INSTANCE: Final = "no_instance"
+REMEMBER_S: Final = 5.0  # that instances count as there when a Conductor knows none: it may be new, they are not
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class Asking:
         self._down: dict[str, float] = {}
         self._turn = 0
         self.places: dict[str, Place] = {}
+        self._remembered_until_s = 0.0
         self.is_up: bool | None = None
         self.counts: Counter[str] = Counter()  # reports, dropped, undelivered, fallbacks
 
@@ -99,7 +102,10 @@ class Asking:
                 if answer.is_ok:
                     return _decision(answer.json())
                 if answer.status in (429, 503) and "retry-after" in answer.headers:
-                    raise _refusal(answer)
+                    refused = _refusal(answer)
+                    if exclude or refused.code != NO_INSTANCE or not self.of_model(wanted.model):
+                        raise refused
+                    return self._fall_back(wanted, exclude)  # it has just started, and they will register again
                 log.warning("the Conductor answers a route with %d: %s", answer.status, answer.body[:200])
                 if answer.status >= 500:
                     self._mark(is_up=False, why=f"it answers with {answer.status}")
@@ -175,7 +181,7 @@ class Asking:
         found = _pairs(well, self._turn) or _pairs(places, self._turn)
         if found is None:
             message = "the Conductor is out of reach, and no instance is known that serves this model"
-            raise Refused(503, message, code="no_instance", retry_after_s=1.0)
+            raise Refused(503, message, code=NO_INSTANCE, retry_after_s=1.0)
         self.counts["fallbacks"] += 1
         return Decision(*found, is_fallback=True)
 
@@ -191,7 +197,10 @@ class Asking:
             answer = await self._upstream.json("GET", url, headers=self._headers, timeout_s=timeout_s)
             if not answer.is_ok:
                 raise ProtocolError(f"{url} answers with {answer.status}")
-            self.places = {place.name: place for place in _places(answer.json())}
+            places = {place.name: place for place in _places(answer.json())}
+            if places or self._now() >= self._remembered_until_s:
+                self.places = places
+                self._remembered_until_s = self._now() + REMEMBER_S
             self._mark(is_up=True)
         except (TransportError, ProtocolError) as error:
             self._mark(is_up=False, why=str(error))
@@ -300,7 +309,7 @@ def _refusal(answer: Answer) -> Refused:
     except ProtocolError:
         document = {}
     told = document if isinstance(document, dict) else {}
-    reason = str(told.get("reason") or ("no_instance" if answer.status == 503 else "busy"))
+    reason = str(told.get("reason") or (NO_INSTANCE if answer.status == 503 else "busy"))
     message = str(told.get("detail") or told.get("title") or "not now")
     try:
         retry_after_s = max(1.0, float(answer.headers["retry-after"]))

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,7 +66,7 @@ class Client:
         """An error in OpenAI's form."""
         headers = {}
         if refused.retry_after_s is not None:
-            headers["retry-after"] = str(max(1, round(refused.retry_after_s + 0.499)))
+            headers["retry-after"] = str(max(1, math.ceil(refused.retry_after_s)))
         if refused.status == 401:
             headers["www-authenticate"] = "Bearer"
         await self.answer(refused.status, json.dumps(refused.document()).encode(), headers=headers)

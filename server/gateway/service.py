@@ -3,8 +3,6 @@
 import asyncio
 import logging
 
-from server.conductor.serving import Serving
-from server.config import host_port
 from server.gateway.app import create_app
 from server.gateway.asking import Asking
 from server.gateway.engines import Engines
@@ -12,8 +10,9 @@ from server.gateway.exchange import Parts
 from server.gateway.metrics import Metrics
 from server.gateway.settings import GatewayConfig
 from server.gateway.sglang import Pairs
-from server.gateway.tokens import Tokens
+from server.gateway.tokens import Tokens, local_tokenizer
 from server.gateway.upstream import Upstream
+from server.http_serving import HttpServing
 
 log = logging.getLogger("cairn.gateway")
 
@@ -26,22 +25,22 @@ class Gateway:
         settings = config.gateway
         loop = asyncio.get_running_loop()
         self._settings = settings
+        local = local_tokenizer(settings.tokenizer) if settings.tokenizer else None
         self._upstream = Upstream(connect_s=settings.connect_timeout)
         self._asking = Asking(self._upstream, settings, loop.time)
-        self._tokens = Tokens(self._upstream, settings, self._asking)
+        self._tokens = Tokens(self._upstream, settings, self._asking, local)
         engines = Engines(self._upstream, settings, loop.time)
         self._pairs = Pairs(engines)
         metrics = Metrics(self._asking, self._tokens)
         parts = Parts(settings, self._asking, self._tokens, engines, self._pairs, metrics, loop.time)
         app, self._front = create_app(config, parts)
-        self._serving = Serving(app, "gateway.listen", settings.listen, self._crashed)
+        self._serving = HttpServing(app, "gateway.listen", settings.listen, self._crashed)
         self.failure: asyncio.Future[None] = loop.create_future()
 
     @property
     def url(self) -> str:
         """Where it serves, once it has started."""
-        host, _ = host_port(self._settings.listen)
-        return f"http://{f'[{host}]' if ':' in host else host}:{self._serving.port}"
+        return self._serving.url
 
     async def start(self) -> None:
         """Raises ConfigError when it cannot listen there. A Conductor that is not there yet is waited for meanwhile."""

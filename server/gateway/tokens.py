@@ -18,19 +18,22 @@ log = logging.getLogger("cairn.gateway")
 ENGINES: Final = 2  # that are asked for one prompt's tokens
 TEMPLATE_FIELDS: Final = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
 MOST_TOKEN: Final = 2**32 - 1
+LocalTokenizer = Callable[[Any, Any], list[int] | None]  # of a text, or of None and a body with messages
 
 
 class Tokens:
     """Never fails a request: where there are no tokens to be had, it is routed without. `missed` counts those."""
 
-    def __init__(self, upstream: Upstream, settings: GatewaySettings, asking: Asking) -> None:
-        """Raises ConfigError when the local tokenizer cannot be loaded."""
+    def __init__(
+        self, upstream: Upstream, settings: GatewaySettings, asking: Asking, local: LocalTokenizer | None = None
+    ) -> None:
+        """local: in place of the engines."""
         self._upstream = upstream
         self._settings = settings
         self._asking = asking
         token = settings.engine_token
         self._headers = {"authorization": f"Bearer {token}"} if token else {}
-        self._local = _load(settings.tokenizer) if settings.tokenizer else None
+        self._local = local
         self._thread = ThreadPoolExecutor(1, "tokenizer") if self._local else None
         self.missed = 0
 
@@ -82,11 +85,15 @@ class Tokens:
         assert encode is not None
         loop = asyncio.get_running_loop()
         work = loop.run_in_executor(self._thread, encode, prompt, wanted.body)
-        try:
-            return await asyncio.wait_for(work, self._settings.tokenize_timeout)
-        except (TimeoutError, ValueError, TypeError, KeyError, AttributeError, LookupError) as error:
+        await asyncio.wait([work], timeout=self._settings.tokenize_timeout)
+        if not work.done():
+            work.cancel()
+            return None
+        error = work.exception()  # whatever it is: a template raises what its author likes
+        if error is not None:
             log.debug("no tokens for a prompt: %s", error)
             return None
+        return work.result()
 
 
 def _checked(tokens: list[Any]) -> list[int] | None:
@@ -95,8 +102,8 @@ def _checked(tokens: list[Any]) -> list[int] | None:
     return tokens if are and max(tokens, default=0) <= MOST_TOKEN else None
 
 
-def _load(name: str) -> Callable[[Any, Any], list[int] | None]:
-    """A function of a text, or None and a body with messages. Raises ConfigError."""
+def local_tokenizer(name: str) -> LocalTokenizer:
+    """What transformers finds under this name or in this folder. Raises ConfigError."""
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:

@@ -27,11 +27,13 @@ OF_THE_PROMPT: Final = frozenset(
 
 def is_continuable(wanted: Asked) -> bool:
     """Whether a stream that breaks could go on elsewhere, if its engine says which tokens it made."""
-    return (
-        wanted.is_stream
-        and wanted.is_one
-        and all(value in (None, [], "") or name in PLAIN for name, value in wanted.body.items())
-    )
+    known = all(name in PLAIN or _is_off(name, value) for name, value in wanted.body.items())
+    return wanted.is_stream and wanted.is_one and known
+
+
+def _is_off(name: str, value: Any) -> bool:
+    """Whether this asks for nothing, as a penalty of 0 does. logprobs of 0 are still logprobs."""
+    return value is None or value is False or (value in (0, [], {}, "") and name != "logprobs")
 
 
 class Transcript:

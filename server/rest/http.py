@@ -78,7 +78,7 @@ class HttpConnection(HttpToolsProtocol):
         super().connection_made(transport)
         self._be_patient()
         if len(self.connections) > self._most_connections:
-            message = f"this node has {self._most_connections} HTTP connections: limits.connections"
+            message = f"{self._most_connections} HTTP connections are open, and no more are taken"
             self._refuse(Problem(503, message, retry_after_s=RETRY_AFTER_S))
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -9,9 +9,11 @@ import logging
 import queue
 import threading
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine_client.adapters import PrefixLostError
@@ -91,7 +93,8 @@ class Generator:
         # of the engine's thread:
         self._waiting: deque[Job] = deque()
         self._preparing: set[Job] = set()
-        self._ready: deque[Job] = deque()
+        self._turn: Job | None = None  # of those, the one that was not asked for before it was its turn
+        self._ready: list[Job] = []  # oldest first
         self._prefilling: Job | None = None
         self._batch: list[Job] = []
         self._thread = threading.Thread(target=self._run, name="cairn-engine", daemon=True)
@@ -142,8 +145,15 @@ class Generator:
         for job in list(self.jobs):
             self._ended(job, Ended("error", "the worker stops"))
         self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join)
-        await asyncio.to_thread(self._pool.shutdown, wait=True)
+        await asyncio.to_thread(self._wind_up)
+
+    def _wind_up(self) -> None:
+        self._thread.join()
+        self._pool.shutdown(wait=True)
+        while not self._inbox.empty():  # what the store gave in the meantime
+            happening = self._inbox.get()
+            if happening is not None:
+                self._engine.close(happening[1].running)
 
     def _told(self, events: list[tuple[Job, int | Ended]]) -> None:
         for job, event in events:
@@ -167,20 +177,21 @@ class Generator:
     # In the threads that wait for the store.
 
     def _prepare(self, job: Job, *, is_to_load: bool) -> None:
-        if self._store is not None and not job.is_cancelled:
-            storing = self._store.storing()
-            if is_to_load:
-                with self._store.loading() as loading:
+        try:
+            if self._store is not None and not job.is_cancelled:
+                storing = self._store.storing()
+                with self._store.loading() if is_to_load else nullcontext() as loading:
                     self._engine.prepare(job.running, loading, storing)
-            else:
-                self._engine.prepare(job.running, None, storing)
-        self._inbox.put((self._prepared, job))
+        finally:
+            self._inbox.put((self._prepared, job))
 
     def _finish(self, job: Job) -> None:
         """All is computed: what is to be stored is waited for, and the job may end by it."""
-        self._engine.finish(job.running)
-        if job.is_handed_over:
-            self._tell([(job, Ended("length"))])
+        try:
+            self._engine.finish(job.running)
+        finally:
+            if job.is_handed_over:
+                self._tell([(job, Ended("length"))])
 
     # In the engine's thread.
 
@@ -201,13 +212,13 @@ class Generator:
         finally:
             left = [*self._ready, *self._batch, *([self._prefilling] if self._prefilling else [])]
             for job in left:
-                self._pool.submit(self._engine.close, job.running)
+                self._close(job)
             if not is_stopped:
                 self._call(self._failed)
 
     def _read_inbox(self) -> bool:
         """Waits when there is nothing to compute. False: it is time to stop."""
-        is_next = bool(self._ready or (self._waiting and not self._preparing))
+        is_next = bool(self._ready or (self._waiting and self._turn is None))
         is_idle = not self._batch and self._prefilling is None and not is_next
         while True:
             try:
@@ -228,10 +239,12 @@ class Generator:
 
     def _prepared(self, job: Job) -> None:
         self._preparing.discard(job)
+        if job is self._turn:
+            self._turn = None
         if job.is_cancelled:
-            self._pool.submit(self._engine.close, job.running)
+            self._close(job)
         else:
-            self._ready.append(job)
+            insort(self._ready, job, key=lambda one: one.began_s)
 
     def _cancelled(self, job: Job) -> None:
         if job in self._waiting:
@@ -240,24 +253,30 @@ class Generator:
             self._batch.remove(job)
         elif job is self._prefilling:
             self._prefilling = None
-            self._pool.submit(self._engine.close, job.running)
+            self._close(job)
         elif job in self._ready:
             self._ready.remove(job)
-            self._pool.submit(self._engine.close, job.running)
+            self._close(job)
 
     def _start_next(self) -> None:
         """The next prompt begins. The store is asked at a prompt's turn: what the one before shared is there then."""
-        if self._prefilling is None and self._ready and self._fits(self._ready[0]):
-            self._prefilling = self._ready.popleft()
-        if self._prefilling is None and not self._ready and not self._preparing and self._waiting:
-            self._ask_store(self._waiting.popleft(), is_to_load=True)
+        if self._prefilling is not None:
+            return
+        if self._waiting and self._turn is None and self._is_oldest(self._waiting[0]):
+            self._turn = self._waiting.popleft()
+            self._ask_store(self._turn, is_to_load=True)
+        if self._ready and self._fits(self._ready[0]):
+            self._prefilling = self._ready.pop(0)
+
+    def _is_oldest(self, job: Job) -> bool:
+        return not self._ready or job.began_s <= self._ready[0].began_s
 
     def _ask_store(self, job: Job, *, is_to_load: bool) -> None:
         self._preparing.add(job)
         if self._store is None:
             self._prepared(job)
         else:
-            self._pool.submit(self._prepare, job, is_to_load=is_to_load)
+            self._in_pool(lambda: self._prepare(job, is_to_load=is_to_load))
 
     def _fits(self, job: Job) -> bool:
         taken = sum(other.most_tokens for other in self._batch)
@@ -290,7 +309,7 @@ class Generator:
         elif not job.is_handed_over:
             events.append((job, Ended(reason)))
         self._tell(events)
-        self._pool.submit(self._finish, job)
+        self._in_pool(lambda: self._finish(job))
 
     def _step(self) -> None:
         batch = self._batch
@@ -318,9 +337,15 @@ class Generator:
         log.error("the model failed: %s", message)
         lost, self._batch = self._batch, []
         if self._prefilling is not None:
-            self._pool.submit(self._engine.close, self._prefilling.running)
+            self._close(self._prefilling)
             lost, self._prefilling = [*lost, self._prefilling], None
         self._tell([(job, Ended("error", message)) for job in lost])
+
+    def _close(self, job: Job) -> None:
+        self._in_pool(lambda: self._engine.close(job.running))
+
+    def _in_pool(self, work: Callable[[], None]) -> None:
+        self._pool.submit(work).add_done_callback(_complain)
 
     # From any thread.
 
@@ -333,3 +358,9 @@ class Generator:
             self._loop.call_soon_threadsafe(what)
         except RuntimeError:  # the loop is closed: nobody is there to hear it
             log.debug("the event loop is closed")
+
+
+def _complain(done: Future[None]) -> None:
+    error = done.exception()
+    if error is not None:
+        log.error("waiting for the store failed", exc_info=error)

@@ -11,9 +11,10 @@ from server.worker.settings import BUILT_IN, WorkerSettings
 from server.worker.texts import ByteTokens, ModelTokens, Tokens
 
 if TYPE_CHECKING:
-    from engine_client.adapters.batching import BatchingEngine
+    from engine_client.adapters.batching import BatchingEngine, Running
 
 MEASURED_TOKENS: Final = 256
+MEASURED_STEPS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ def load_model(settings: WorkerSettings) -> Model:
             is_exact=settings.batching == "exact",
             load_deadline_s=settings.load_seconds,
         )
+        engine.use_threads(settings.threads)
     except (ImportError, OSError, ValueError) as error:
         raise ConfigError(f"worker.model {settings.model}: {error}") from error
     name = settings.served_model or (settings.model if settings.model in BUILT_IN else Path(settings.model).name)
@@ -71,20 +73,23 @@ def measure(engine: "BatchingEngine") -> dict[str, list[float]]:
     """
     from engine_client.adapters.batching import Sampler
 
-    first, second = (engine.open([1] * MEASURED_TOKENS, Sampler()) for _ in range(2))
-    for running in (first, second):
+    batch = [engine.open([1] * MEASURED_TOKENS, Sampler()) for _ in range(2)]
+    for running in batch:
         while engine.chunk(running) is None:
             continue
-    steps_s = []
-    for batch in ([first], [first], [first, second]):
-        began = time.perf_counter()
-        engine.step(batch)
-        steps_s.append(time.perf_counter() - began)
-    per_sequence_s = max(0.0, steps_s[2] - steps_s[1])
+    one_s, both_s = (min(_step_s(engine, some) for _ in range(MEASURED_STEPS)) for some in (batch[:1], batch))
+    per_sequence_s = max(0.0, both_s - one_s)
+    prefill_s = min(running.compute_s for running in batch)
     return {
-        "prefill": [0.0, second.compute_s / MEASURED_TOKENS, 0.0, 0.0],
-        "decode": [max(0.0, steps_s[1] - per_sequence_s), per_sequence_s, 0.0],
+        "prefill": [0.0, prefill_s / MEASURED_TOKENS, 0.0, 0.0],
+        "decode": [max(0.0, one_s - per_sequence_s), per_sequence_s, 0.0],
     }
+
+
+def _step_s(engine: "BatchingEngine", batch: "list[Running]") -> float:
+    began = time.perf_counter()
+    engine.step(batch)
+    return time.perf_counter() - began
 
 
 def _tokens_of(tokenizer: object) -> ModelTokens:

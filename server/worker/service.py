@@ -11,7 +11,7 @@ import uvicorn
 
 from kvstore.errors import ConfigError
 from server.config import host_port
-from server.rest import HttpServer
+from server.http_serving import HttpServer
 from server.rest.http import HttpConnection
 from server.worker.app import create_app
 from server.worker.generator import Generator, Limits, Measured

@@ -44,7 +44,6 @@ MODEL_FAULTS = [
         "if stop >= self._last.buckets - 1:",
     ),
     Fault("what was moved is still there", TABLE, "        hashes[slots] = TAKEN_OUT\n", ""),
-    Fault("there is no room for what comes", TABLE, "wanted, slots = len(self) + more,", "wanted, slots = len(self),"),
     Fault("blocks of a holder that is forgotten stay", TABLE, "            self.clear(slots[changed == 0])\n", ""),
     Fault(
         "only the current generation forgets",
@@ -111,12 +110,6 @@ MODEL_FAULTS = [
         "numbers[numbers != NOTHING]",
     ),
     Fault(
-        "there are more sets than may be",
-        SETS,
-        "wanted = max(0, min(wanted, self.most - len(self)))",
-        "wanted = max(0, wanted)",
-    ),
-    Fault(
         "for want of a set the last holder stays",
         INDEX,
         "        changed[is_refused] = NOTHING\n",
@@ -165,4 +158,10 @@ FAULTS = [
         "        changed[is_refused] = sets",
     ),
     Fault("any number of holders", INDEX, "if len(self._numbers) == HOLDERS_MOST:", "if False:"),
+    Fault(
+        "there are more sets than may be",
+        SETS,
+        "wanted = max(0, min(wanted, self.most - len(self)))",
+        "wanted = max(0, wanted)",
+    ),
 ]

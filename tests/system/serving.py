@@ -7,6 +7,7 @@ import json
 import random
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -287,11 +288,11 @@ def _answered(text: str, ids: Sequence[int], usage: Any, spans_s: tuple[float, f
     return Answered(text, tuple(ids), usage.prompt_tokens, cached, *spans_s)
 
 
-@contextlib.contextmanager
-def fleet_of(folder: Path, layout: Layout) -> Any:
-    """One that is started, and killed in the end."""
-    fleet = Fleet(folder, layout)
-    try:
-        yield fleet.start()
-    finally:
-        fleet.close()
+def free_ports(count: int) -> int:
+    """The first of so many in a row."""
+    while True:
+        first = free_port() // 2
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                probes.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first

@@ -29,8 +29,8 @@ from server.conductor.app import create_app
 from server.conductor.chains import hashed
 from server.conductor.nodes import NodeView
 from server.conductor.service import ConductorService
-from server.conductor.serving import Serving
 from server.conductor.settings import load
+from server.http_serving import HttpServing
 from tests.system import nodes as waiting
 from tests.system.cairn_process import REPO, CairnProcess, clean_environ
 
@@ -65,7 +65,7 @@ def instance(name: str, **more: Any) -> dict[str, Any]:
 async def serving(*options: str) -> AsyncIterator[tuple[ConductorService, httpx.AsyncClient]]:
     """A Conductor in this loop, and a client of it."""
     service = ConductorService(load(None, {}, ["--conductor.listen=127.0.0.1:0", *options]))
-    server = Serving(create_app(service), "conductor.listen", "127.0.0.1:0", service.crashed)
+    server = HttpServing(create_app(service), "conductor.listen", "127.0.0.1:0", service.crashed)
     await server.start()
     service.start()
     try:

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -23,6 +22,7 @@ from scheduler.simulation.cluster import Shape
 from scheduler.simulation.hardware import LLAMA3_70B_8XA800
 from scheduler.simulation.outcomes import LoadSample, Outcomes
 from scheduler.simulation.traces import TraceRequest, made_up
+from scheduler.traffic import Traffic
 from scheduler.tuning import Slo
 
 SMALL = Shape(prefill=4, decode=2)
@@ -129,19 +129,12 @@ def test_a_transfer_estimate_without_congestion_is_slower(monkeypatch: pytest.Mo
     shape = Shape(prefill=8, decode=1, hardware=replace(LLAMA3_70B_8XA800, tiers=tiers))
     requests = shared_prompts(60)
     right = replayed(requests, shape=shape).mean_ttft_s
-    forget_traffic(monkeypatch)
+
+    def nothing(self: Traffic, node: str, now: float) -> float:
+        return 0.0
+
+    monkeypatch.setattr(Traffic, "ahead", nothing)
     assert replayed(requests, shape=shape).mean_ttft_s > right
-
-
-def forget_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin: Callable[..., None] = Outlook.__init__
-
-    def without_busy(self: Outlook, *given: object) -> None:
-        request, pool, prefixes, expected, sources, _, now = given
-        idle = [source._replace(busy_bytes=0.0) for source in sources]  # type: ignore[attr-defined]
-        begin(self, request, pool, prefixes, expected, idle, {}, now)
-
-    monkeypatch.setattr(Outlook, "__init__", without_busy)
 
 
 def test_an_admission_that_never_refuses_lets_the_queue_grow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -485,6 +485,30 @@ def test_without_a_conductor_known_instances_serve_and_with_it_it_is_asked_again
     on_stage(kinds, play, None if len(kinds) == 1 or kinds is VLLM else [("p", "d")])
 
 
+def test_a_conductor_that_has_just_started_costs_no_request():
+    async def play(stage: Stage) -> None:
+        stage.conductor.is_new = True
+        for _ in range(3):
+            assert (await stage.client.completions.create(**PROMPT)).choices[0].text == answer_to(PROMPT)
+            await asyncio.sleep(0.15)  # over a look at its instances
+        with pytest.raises(openai.InternalServerError, match="no_instance"):
+            await stage.client.completions.create(**PROMPT | {"model": "other"})
+
+    on_stage(VLLM, play)
+
+
+def test_an_id_that_is_in_use_is_made_another():
+    async def play(stage: Stage) -> None:
+        same = {"X-Request-Id": "twice"}
+        both = [stage.client.completions.create(**PROMPT, extra_headers=same) for _ in range(2)]
+        await asyncio.gather(*both)
+        ids = [route["query"].id for route in stage.conductor.routes]
+        assert "twice" in ids
+        assert len(set(ids)) == 2
+
+    on_stage(VLLM, play)
+
+
 def test_a_conductor_that_fails_at_routes_is_done_without():
     async def play(stage: Stage) -> None:
         stage.conductor.is_broken = True

@@ -61,7 +61,31 @@ class Stored:
         return self.memory
 
     def loading(self):
-            return contextlib.nullcontext(self.memory)
+        return contextlib.nullcontext(self.memory)
+
+
+class CountingStore(MemoryStore):
+    """Knows how many streams are neither finished nor aborted."""
+
+    def __init__(self, layout):
+        super().__init__(layout)
+        self.open_streams = set()
+
+    def begin(self, tokens):
+        stream = super().begin(tokens)
+        self.open_streams.add(stream)
+        finish, abort = stream.finish, stream.abort
+
+        def finished(complete_blocks):
+            self.open_streams.discard(stream)
+            return finish(complete_blocks)
+
+        def aborted():
+            self.open_streams.discard(stream)
+            abort()
+
+        stream.finish, stream.abort = finished, aborted
+        return stream
 
 
 async def generated(engine, asked, *, batch=8, store=None, leavers=()):
@@ -90,7 +114,7 @@ async def generated(engine, asked, *, batch=8, store=None, leavers=()):
 
 def test_two_hundred_prompts_that_join_and_leave_a_batch_get_the_tokens_that_each_gets_alone(engine, alone):
     chance = random.Random(1)
-    asked = [(tokens, chance.randint(1, 16)) for tokens in prompts(PROMPTS, longest=160)]
+    asked = [(tokens, chance.randint(1, 10)) for tokens in prompts(PROMPTS, longest=150)]
     answers = asyncio.run(generated(engine, asked))
     expected = [alone.generate(tokens, most).token_ids for tokens, most in asked]
     assert [given for given, _ in answers] == expected
@@ -149,6 +173,42 @@ def test_a_prefix_that_is_lost_while_it_is_read_is_computed(engine, alone):
     assert memory.open_loads == 0
 
 
+@pytest.mark.parametrize("is_left", [True, False])
+def test_who_leaves_while_the_prompt_is_computed_or_waits_gives_back_what_the_store_lent(
+    engine, alone, is_left, monkeypatch
+):
+    memory = CountingStore(engine.layout)
+    tokens = prompts(1, seed=11)[0] * 3000
+    alone.generate(tokens[: 2 * CHUNK], 0, store=memory)
+
+    async def run():
+        loop, real, is_under_way = asyncio.get_running_loop(), engine.chunk, asyncio.Event()
+
+        def chunk(running):
+            if jobs[0].running.computed_tokens > 5 * CHUNK:
+                loop.call_soon_threadsafe(is_under_way.set)
+            return real(running)
+
+        monkeypatch.setattr(engine, "chunk", chunk)
+        generator = Generator(engine, Limits(8, 1 << 20, 100), 1, Stored(memory), lambda: None)
+        jobs = [Job(engine.open(tokens[: 40 * CHUNK + at], Sampler()), 9, frozenset(), at > 1) for at in range(6)]
+        for job in jobs:
+            generator.submit(job)
+        await is_under_way.wait()
+        assert memory.open_streams
+        if is_left:
+            for job in jobs:
+                generator.leave(job)
+            assert generator.load == (0, 0, 0)
+        await generator.stop()
+        return jobs
+
+    jobs = asyncio.run(run())
+    assert (jobs[0].ended is None) == is_left
+    assert memory.open_loads == 0
+    assert not memory.open_streams
+
+
 class DownStore:
     def load(self, tokens, deadline_s):
         raise ConnectionError("gone")
@@ -162,6 +222,24 @@ def test_a_store_that_is_down_costs_no_answer(engine, alone, memory):
     asked = [(tokens * 3, 5) for tokens in prompts(3, seed=8)]
     answers = asyncio.run(generated(engine, asked, store=Stored(memory)))
     assert [given for given, _ in answers] == [alone.generate(tokens, 5).token_ids for tokens, _ in asked]
+
+
+def test_those_that_the_store_has_do_not_keep_others_waiting_for_ever(engine):
+    async def run():
+        generator = Generator(engine, Limits(2, 1 << 20, 1000), 1, Stored(MemoryStore(engine.layout)), lambda: None)
+        began = []
+        jobs = [Job(engine.open([1, 2, at], Sampler()), 3, frozenset(), at != 30) for at in range(60)]
+
+        async def one(at):
+            generator.submit(jobs[at])
+            await jobs[at].events.get()
+            began.append(at)
+
+        await asyncio.gather(*map(one, range(60)))
+        await generator.stop()
+        return began.index(30)
+
+    assert asyncio.run(run()) < 45
 
 
 def test_requests_that_end_with_their_first_token_make_way_for_those_that_wait(engine):

@@ -484,3 +484,290 @@ def test_an_explanation_says_what_each_would_have_meant() -> None:
     other = next(row for row in explained.rows if row["instance"] == "p0")
     assert (other["pull_from"], other["pull_tokens"]) == ("node:p1", 960)
     assert other["pull_ttft_s"] < other["local_ttft_s"]
+
+
+def sent(made: Conductor, name: str, **more: object) -> Route:
+    """A request that goes to `name`, since all others that prefill are left out."""
+    asked = request(**({"start": 1000 * next(numbers)} | more))  # type: ignore[arg-type]
+    others = {
+        each for each, member in made.fleet.members.items() if each != name and member.instance.role.takes_prefill
+    }
+    decision = made.route(asked, 0.0, exclude=others)
+    assert isinstance(decision, Route), decision
+    return decision
+
+
+class TestQueues:
+    def test_a_long_prompt_that_is_nearly_done_is_not_polled_as_a_new_one(self) -> None:
+        made = conductor("least_loaded", prefills=1)
+        routed(made, request(100))
+        made.heartbeat("p0", Load(6.0, 6410, 0, 0), 6.0)
+        assert made.fleet.members["p0"].queue_s(6.0) == pytest.approx(0.42)
+
+    def test_a_queue_of_many_prompts_is_not_one_long_prompt(self) -> None:
+        made = conductor("least_loaded", prefills=0)
+        square = PrefillCost(0.0, 0.0, 1e-6, 0.0)  # a thousand tokens a second, ten thousand in a hundred
+        made.register(instance("p0", prefill=square), 0.0)
+        route = sent(made, "p0", tokens=1000)
+        made.prefilled(route.request, 1.0)
+        made.heartbeat("p0", Load(1.0, 10_000, 0, 0), 1.0)
+        assert made.fleet.members["p0"].queue_s(1.0) == pytest.approx(10.0)
+
+    def test_who_leaves_the_queue_does_not_set_its_front_back(self) -> None:
+        made = conductor("least_loaded", prefills=1)
+        for _ in range(2):
+            last = sent(made, "p0")
+        made.cancelled(last.request, 0.9)
+        assert made.fleet.members["p0"].queue_s(0.9) == pytest.approx(PREFILL.seconds(1034, 0) - 0.9)
+
+    def test_what_is_cancelled_is_gone_from_what_was_polled(self) -> None:
+        made = conductor("least_loaded", prefills=1)
+        routes = [sent(made, "p0") for _ in range(3)]
+        made.heartbeat("p0", Load(0.0, 3 * 1034, 0, 0), 0.0)
+        for route in routes:
+            made.cancelled(route.request, 0.1)
+        assert made.fleet.members["p0"].queue_s(0.1) == 0
+
+    def test_a_front_that_waits_for_its_prefix_keeps_all_behind_it_waiting(self) -> None:
+        made = conductor(prefills=0)
+        made.register(instance("p0", tiers=TierCost(1000, 1e9, 1e8, network_rate=3e6)), 0.0)
+        holds(made, "a", names(1, 16))
+        first = routed(made, request())
+        assert first.transfer_s > 0.3
+        assert made.fleet.members["p0"].queue_s(0.0) == pytest.approx(first.ttft_s)
+        assert made.fleet.members["p0"].queue_s(first.transfer_s) == pytest.approx(first.prefill_s)
+
+    def test_requests_that_were_never_reported_do_not_count_where_the_instance_has_none(self) -> None:
+        made = conductor("least_loaded", prefills=1)
+        for _ in range(30):
+            sent(made, "p0")
+        member = made.fleet.members["p0"]
+        made.heartbeat("p0", Load(1.0, 29 * 1034, 0, 0), 1.0)
+        assert member.queue_s(1.0) > 29
+        made.heartbeat("p0", Load(40.0, 0, 0, 0), 40.0)
+        assert member.queue_s(40.0) == 0
+
+    def test_requests_on_their_way_to_an_instance_count_though_it_has_not_heard_of_them(self) -> None:
+        made = conductor("least_loaded", prefills=1)
+        made.heartbeat("p0", Load(0.0, 100, 0, 0), 0.0)
+        for _ in range(5):
+            sent(made, "p0")
+        made.heartbeat("p0", Load(0.1, 0, 0, 0), 0.1)
+        assert made.fleet.members["p0"].queue_s(0.1) > 5
+
+    def test_an_instance_that_never_speaks_of_its_queue_is_not_believed_to_have_none(self) -> None:
+        made = conductor("least_loaded", prefills=1)
+        for _ in range(30):
+            sent(made, "p0")
+        made.heartbeat("p0", Load(9.0, 0, 0, 0), 9.0)
+        assert made.fleet.members["p0"].queue_s(9.0) > 29
+
+
+class TestPullCosts:
+    def test_a_prefix_on_a_slow_disk_of_another_node_is_not_pulled(self) -> None:
+        made = conductor(prefills=1)
+        slow = TierCost(kv_bytes=1000, dram_rate=1e9, nvme_rate=1e5, network_rate=1e8)  # 10 ms a token
+        made.register(instance("p1", tiers=slow), 0.0)
+        holds(made, "p1", names(1, 16), NVME)
+        assert sent(made, "p0", start=1).pull is None
+
+    def test_of_a_prefix_half_on_a_slow_disk_the_half_in_memory_is_pulled(self) -> None:
+        made = conductor(prefills=1)
+        slow = TierCost(kv_bytes=1000, dram_rate=1e9, nvme_rate=1e5, network_rate=1e8)
+        made.register(instance("p1", tiers=slow), 0.0)
+        holds(made, "p1", names(1, 16), NVME)
+        holds(made, "p1", names(1, 8), DRAM)
+        route = sent(made, "p0", start=1)
+        assert route.pull is not None
+        assert (route.pull.stop, route.cached_tokens) == (8, 8 * BLOCK)
+
+    def test_four_busy_nodes_with_all_of_it_do_not_hide_an_idle_one_with_nearly_all(self) -> None:
+        made = conductor(prefills=3)
+        for name in ("p0", "p1", "p2"):
+            made.register(instance(name, tiers=TierCost(1000, 1e9, 1e8, network_rate=3e6)), 0.0)
+        for node in "abcd":
+            holds(made, node, names(1, 16))
+        holds(made, "e", names(1, 15))
+        for at in range(12):
+            routed(made, request(16, chains=(Chain(names(1, 16), BLOCK),)))
+        assert "node:e" in {work.pull_source for work in made.fleet.works.values()}
+
+    def test_a_pull_moves_what_its_node_lacks_though_its_instance_is_about_to_have_it(self) -> None:
+        made = conductor(prefills=1)
+        sent(made, "p0", start=1, blocks=8)
+        holds(made, "a", names(1, 16))
+        route = sent(made, "p0", start=1)
+        assert route.pull is not None
+        assert route.pull.first == 0
+        assert made.fleet.works[route.request].pull_bytes == 16 * BLOCK * TIERS.kv_bytes
+
+    def test_an_instance_without_a_node_pulls_nothing(self) -> None:
+        made = conductor(prefills=0)
+        made.register(instance("p0", node=""), 0.0)
+        holds(made, "a", names(1, 16))
+        route = routed(made, request())
+        assert (route.pull, route.cached_tokens) == (None, 0)
+
+    def test_a_pull_that_is_cancelled_late_gives_back_only_what_is_left_of_it(self) -> None:
+        made = conductor(prefills=0)
+        slow = TierCost(1000, 1e9, 1e8, network_rate=3e6)
+        for name in ("p0", "p1", "p2"):
+            made.register(instance(name, tiers=slow), 0.0)
+        holds(made, "a", names(1, 16))
+        first, second = sent(made, "p0", start=1), sent(made, "p1", start=1)
+        made.cancelled(first.request, 0.3)
+        asked = made.route(request(), 0.3, exclude={"p0", "p1"})
+        assert isinstance(asked, Route)
+        assert second.pull is not None
+        assert asked.transfer_s == pytest.approx(2 * 1.024 / 3 - 0.3 + 0.341 - 0.041, abs=0.02)
+
+
+class TestDecodePools:
+    def test_first_tokens_that_are_overdue_come_now_and_not_never(self) -> None:
+        made = conductor("least_loaded", "predictive", prefills=60, decodes=1, slo=Slo(tbt_s=0.1))
+        made.register(instance("d0", Role.DECODE, decode=DecodeCost(0.02, 0.002, 0.0)), 0.0)
+        admitted = sum(isinstance(made.route(request(16, start=1000 * at), 0.0), Route) for at in range(1, 61))
+        assert admitted == pytest.approx(40, abs=1)
+        assert refused(made, request(16, start=7), 20.0).reason is Reason.TBT
+
+    def test_a_group_that_is_full_is_not_helped_by_one_that_is_empty(self) -> None:
+        for admission in ("early", "predictive"):
+            made = conductor("least_loaded", admission, prefills=0, decodes=0, slo=Slo(tbt_s=0.1))
+            decode = DecodeCost(0.02, 0.002, 0.0)
+            for name, group in (("dv", "vllm"), ("ds", "sglang")):
+                made.register(instance(name, Role.DECODE, group=group, decode=decode), 0.0)
+            made.register(instance("pv", group="vllm"), 0.0)
+            for _ in range(45):
+                route = made.route(request(0, tokens=1), 0.0)
+                if isinstance(route, Route):
+                    made.prefilled(route.request, 0.0)
+            assert len(made.fleet.works) == pytest.approx(40, abs=1), admission
+
+    def test_sequences_of_other_conductors_take_room_and_time(self) -> None:
+        made = conductor(decodes=2)
+        made.register(instance("d0", Role.DECODE, decode_batch=10), 0.0)
+        made.heartbeat("d0", Load(0.0, 0, 10, 1000), 0.0)
+        made.heartbeat("d1", Load(0.0, 0, 60, 6000), 0.0)
+        assert {routed(made, request()).decode for _ in range(5)} == {"d1"}
+        for route in list(made.fleet.works):
+            made.prefilled(route, 1.0)
+        assert made.fleet.members["d1"].step_s(is_present=True) == pytest.approx(DECODE.seconds(65, 6000 + 5 * 1134))
+
+    def test_sequences_of_other_conductors_are_predicted_to_stay(self) -> None:
+        made = conductor("least_loaded", "predictive", decodes=1, slo=Slo(tbt_s=0.1))
+        made.heartbeat("d0", Load(0.0, 0, 90, 9000), 0.0)
+        assert refused(made, request()).reason is Reason.TBT
+
+    def test_a_request_elsewhere_does_not_keep_the_view_of_who_decodes(self) -> None:
+        made = conductor("least_loaded", "predictive", decodes=1, slo=Slo(tbt_s=0.1))
+        routed(made, request())
+        made.register(instance("d0", Role.DECODE, decode=DecodeCost(1.0, 0.0, 0.0)), 0.0)
+        made.remove("d0", 0.0)
+        made.register(instance("d1", Role.DECODE, decode=DecodeCost(0.01, 0.0, 0.0)), 0.0)
+        assert isinstance(made.route(request(), 0.0, exclude={"p0"}), Route)
+        made.register(instance("d1", Role.DECODE, decode=DecodeCost(1.0, 0.0, 0.0)), 0.0)
+        assert isinstance(made.route(request(), 0.0, exclude={"p0"}), Refusal)
+
+
+def test_a_full_instance_of_both_roles_hands_over_though_it_is_idle() -> None:
+    made = conductor(prefills=0, decodes=1)
+    made.register(instance("both", Role.BOTH, decode_batch=1, decode_tokens=1 << 20), 0.0)
+    assert routed(made, request(1)).is_collocated
+    assert not routed(made, request(1, start=700)).is_collocated
+
+
+def test_collocation_can_be_turned_off() -> None:
+    made = conductor(prefills=0, decodes=1, collocate_below=0.0)
+    made.register(instance("both", Role.BOTH, decode=DecodeCost(9.0, 0.0, 0.0)), 0.0)
+    assert not routed(made, request(1)).is_collocated
+
+
+class TestFairness:
+    def test_what_a_tenant_waits_for_of_one_model_takes_nothing_of_another(self) -> None:
+        made = conductor(admission="early", prefills=1, slo=Slo(ttft_s=20.0))
+        for name, role in (("op", Role.PREFILL), ("od", Role.DECODE)):
+            made.register(instance(name, role, model="other"), 0.0)
+        for turn in range(15):
+            routed(made, request(16, start=10_000 + 100 * turn, tenant="greedy"))
+        for turn in range(11):
+            routed(made, request(16, start=20_000 + 100 * turn, tenant="modest", model="other"))
+        routed(made, request(16, start=30_000, tenant="greedy"))
+
+    def test_prefills_that_take_no_time_are_counted_as_well(self) -> None:
+        made = conductor(prefills=0)
+        made.register(instance("p0", prefill=PrefillCost(0.0, 0.0, 0.0, 0.0)), 0.0)
+        for route in [routed(made, request()) for _ in range(3)]:
+            made.prefilled(route.request, 1.0)
+        assert made.check() == []
+
+    def test_sessions_of_two_tenants_are_two(self) -> None:
+        made = conductor()
+        first = routed(made, request(16, start=9000, session="s", tenant="a"))
+        made.finished(first.request, 0.0)
+        prefills = set()
+        for turn in range(9):
+            again = routed(made, request(1, start=9100 + 20 * turn, session="s", tenant=f"b{turn}"))
+            made.finished(again.request, 0.0)
+            prefills.add(again.prefill)
+        assert len(prefills) > 1
+
+
+class TestRetries:
+    def test_a_deadline_is_told_when_it_could_be_met(self) -> None:
+        made = conductor(prefills=1)
+        for _ in range(10):
+            sent(made, "p0")
+        refusal = refused(made, request(deadline_s=2.0, start=7))
+        assert refusal.retry_after_s == pytest.approx(11 * 1.044 - 2.0)
+
+    def test_what_an_idle_fleet_could_not_do_in_time_is_not_told_to_come_back_soon(self) -> None:
+        made = conductor(admission="early", slo=Slo(ttft_s=1.0))
+        assert refused(made, request()).retry_after_s == 60.0
+
+    def test_a_pool_that_decodes_too_slowly_is_empty_after_one_decode(self) -> None:
+        made = conductor("least_loaded", "predictive", decodes=1, slo=Slo(tbt_s=0.01))
+        refusal = refused(made, request())
+        assert refusal.reason is Reason.TBT
+        assert 1 <= refusal.retry_after_s <= 10.0
+
+
+def test_models_that_nobody_serves_leave_nothing_behind() -> None:
+    made = conductor()
+    for number in range(100):
+        refused(made, request(model=f"unknown-{number}"))
+        made.route(request(model=f"unknown-{number}"), 0.0, exclude={"p0"})
+    asked = repr(vars(made)) + repr(vars(made._pools)) if hasattr(made._pools, "of") else repr(vars(made))
+    assert "unknown" not in asked
+
+
+def test_a_holder_that_went_leaves_its_number_to_another() -> None:
+    made = conductor(prefills=1)
+    holds(made, "gone", names(1, 16))
+    assert routed(made, request()).pull is not None
+    number = made.holder("node:gone")
+    made.release("node:gone")
+    made.release("node:gone")
+    assert routed(made, request(start=1)).pull is None
+    assert made.holder("node:new") == number
+    made.index.stored(number, DRAM, names(1, 16))
+    pulls = {work.pull_source for work in made.fleet.works.values()}
+    assert sent(made, "p0", start=1).pull is not None or pulls
+
+
+def test_holders_that_only_the_index_knows_do_no_harm() -> None:
+    made = conductor()
+    for number in range(9):
+        made.index.holder(f"engine:other-{number}")
+    routed(made, request())
+
+
+def test_a_long_prompt_is_expected_as_far_as_it_goes() -> None:
+    made = conductor("prefix_affinity", prefills=2)
+    long = names(1, 2000)
+    first = routed(made, request(2000, start=1))
+    for blocks, expected in ((2000, 2000), (1999, 1984), (300, 288), (100, 100), (3, 0)):
+        asked = request(
+            chains=(Chain(np.concatenate([long[:blocks], names(10**6, 4)]), BLOCK),), tokens=(blocks + 4) * BLOCK
+        )
+        row = next(row for row in made.explain(asked, 0.0).rows if row["instance"] == first.prefill)
+        assert row["local_tokens"] == expected * BLOCK, blocks

@@ -4,7 +4,8 @@ import asyncio
 import signal
 import socket
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -13,37 +14,77 @@ from starlette.types import ASGIApp
 
 from kvstore.errors import ConfigError
 from server.config import host_port
-from server.rest import BACKLOG, STOP_S, HttpServer
 from server.rest.http import HttpConnection
 
+BACKLOG: Final = 256
 PATIENCE_S: Final = 30.0  # for a client that sends slowly
 CONNECTIONS: Final = 4096
-DRAIN_S: Final = 5.0  # answers take milliseconds
+DRAIN_S: Final = 5.0
+STOP_S: Final = 2.0  # for requests whose connections were cut to notice it
 
 
-class Serving:
-    """One app at one address. `port` is the one it listens at, once it has started; `errors` counts what is refused
-    before it is a request."""
+class HttpServer(uvicorn.Server):
+    """uvicorn without hands on the process's signals, which are its owner's; `listening` once it serves."""
 
-    def __init__(self, app: ASGIApp, setting: str, listen: str, ended: Callable[[BaseException], None]) -> None:
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+
+class HttpServing:
+    """One app at `listen`, which the setting `setting` says. `ended` is called with what ends it by itself: a process
+    that cannot be reached any more would look well to nobody who asks by HTTP.
+
+    `errors` counts, by code, what is refused before it is a request. `port` is the one it listens at, once started.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        setting: str,
+        listen: str,
+        ended: Callable[[BaseException], None],
+        *,
+        connections: int = CONNECTIONS,
+        patience_s: float = PATIENCE_S,
+        drain_s: float = DRAIN_S,
+        errors: Counter[str] | None = None,
+    ) -> None:
         self._app = app
         self._setting = setting
         self._listen = listen
-        self._ended = ended  # called when it ends by itself
+        self._ended = ended
+        self._drain_s = drain_s
         self._server: HttpServer | None = None
         self._task: asyncio.Task[None] | None = None
         self.port = 0
-        self.errors: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter() if errors is None else errors
+        self._connection: Any = partial(
+            HttpConnection, patience_s=patience_s, connections=connections, errors=self.errors
+        )
+
+    @property
+    def url(self) -> str:
+        """http://host:port, once it has started."""
+        host, _ = host_port(self._listen)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     async def start(self) -> None:
         """Raises ConfigError when it cannot listen there."""
-        listener = self._bind()
+        listener = _bound(self._setting, self._listen)
         self.port = listener.getsockname()[1]
-        connection: Any = partial(HttpConnection, patience_s=PATIENCE_S, connections=CONNECTIONS, errors=self.errors)
         self._server = HttpServer(
             uvicorn.Config(
                 self._app,
-                http=connection,
+                http=self._connection,
                 ws="none",
                 lifespan="off",
                 interface="asgi3",
@@ -64,12 +105,12 @@ class Serving:
             await self._task  # raises what went wrong
 
     async def stop(self) -> None:
-        """Let requests under way end for DRAIN_S, then cut their connections."""
+        """Let requests under way end for `drain_s`, then cut their connections."""
         if self._server is None or self._task is None:
             return
         state = self._server.server_state
         self._server.should_exit = True
-        await asyncio.wait([self._task], timeout=DRAIN_S)
+        await asyncio.wait([self._task], timeout=self._drain_s)
         for connection in list(state.connections):
             connection.transport.abort()
         if state.tasks:
@@ -83,22 +124,23 @@ class Serving:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._ended(error)
 
-    def _bind(self) -> socket.socket:
-        try:
-            family, kind, protocol, _, address = socket.getaddrinfo(
-                *host_port(self._listen), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-            listener = socket.socket(family, kind, protocol)
-        except OSError as error:
-            raise ConfigError(f"{self._setting} {self._listen}: {error.strerror or error}") from error
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except OSError as error:
-            listener.close()
-            raise ConfigError(f"{self._setting} {self._listen}: {error.strerror or error}") from error
-        listener.setblocking(False)
-        return listener
+
+def _bound(setting: str, listen: str) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            *host_port(listen), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"{setting} {listen}: {error.strerror or error}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"{setting} {listen}: {error.strerror or error}") from error
+    listener.setblocking(False)
+    return listener
 
 
 async def until_signalled(failure: asyncio.Future[None]) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -63,13 +64,11 @@ class Outcome(NamedTuple):
 def run(scene: Scene, policies: Sequence[str] = POLICIES, seen: Callable[[], None] = lambda: None) -> Iterator[Outcome]:
     """Each policy once a round, with empty stores; the order turns round from round to round. `seen` at each answer.
 
-    Raises AssertionError when two policies give different answers to a request.
+    Fails an assertion when two policies give different answers to a request.
     """
-    chance_words = [
-        scene.words[0] + (scene.words[1] - scene.words[0]) * number // max(1, scene.documents - 1)
-        for number in range(scene.documents)
-    ]
-    documents = [texts(1, words, seed=number)[0] for number, words in enumerate(chance_words)]
+    fewest, most = scene.words
+    lengths = [fewest + (most - fewest) * number // (scene.documents - 1) for number in range(scene.documents)]
+    documents = [texts(1, words, seed=number)[0] for number, words in enumerate(lengths)]
     wanted = [asked._replace(is_stream=True) for asked in requests_over(documents, scene.requests, seed=1)]
     warming = [asked._replace(is_stream=True) for asked in requests_over(texts(WARMING, 60, seed=99), WARMING, seed=99)]
     expected: list[tuple[int, ...]] = []
@@ -155,8 +154,9 @@ def _with(scene: Scene, **changes: Any) -> Scene:
 
 
 def _table(rows: Sequence[dict[str, Any]], title: str) -> Table:
-    shown = Table(title=title, title_justify="left", caption="ratios: by how much more than the first row")
-    for name in ("policy", "TTFT mean s", "p50", "p90", "ratio", "tokens/s", "hits", "computed", "prefill s", "ratio"):
+    caption = "TTFT and prefill in seconds; ratios are to the first row"
+    shown = Table(title=title, title_justify="left", caption=caption, box=box.SIMPLE, padding=(0, 1))
+    for name in ("policy", "TTFT", "p50", "p90", "ratio", "tok/s", "hits", "computed", "prefill", "ratio"):
         shown.add_column(name, justify="left" if name == "policy" else "right")
     for row in rows:
         shown.add_row(

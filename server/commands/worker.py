@@ -52,10 +52,10 @@ def worker(context: typer.Context, *, config: ConfigFile = None) -> None:
             settings = given.worker
             if invocation(context).json:
                 row = {"worker": settings.name, "role": settings.role, "model": model.name, "pid": os.getpid()}
-                output.emit(row | {"address": found.address})
+                output.emit(row | {"addresses": {"http": found.url}})
             else:
                 who = f"worker {settings.name} ({settings.role}, {model.name}), pid {os.getpid()},"
-                output.say(f"{who} serves at http://{found.address}")
+                output.say(f"{who} serves at {found.url}")
 
         return await found.serve(ready)
 

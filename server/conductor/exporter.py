@@ -96,7 +96,12 @@ class _Reading(Collector):
         yield "cairn_conductor_ttft_measured_seconds_total", [((), counts.measured_ttft_s)]
         yield "cairn_conductor_first_tokens_total", [(("true",), counts.in_time), (("false",), counts.late)]
         hints = service.hints
-        outcome = {"sent": hints.sent, "loaded": hints.loaded, "failed": hints.failed}
+        outcome = {
+            "sent": hints.sent,
+            "loaded": hints.loaded,
+            "failed": hints.failed,
+            "evicted": hints.evicted,
+        }
         yield "cairn_conductor_hints_total", _labelled(Counter(outcome))
         yield "cairn_conductor_hints_underway", [((), hints.underway)]
 

@@ -10,6 +10,7 @@ from engine_client.address import parse_address
 from engine_client.client import Client
 from engine_client.steps import OpenSpace
 from kvstore.errors import InvalidRequest, StoreError
+from kvstore.types import DRAM as DRAM_TIER
 from scheduler.index import PrefixIndex
 from scheduler.prefetch import Hint, Prefetching
 from scheduler.requests import Pull, Route
@@ -48,10 +49,11 @@ class Hints:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._clients: dict[str, tuple[str, Client]] = {}
         self._spaces: dict[tuple[str, str], OpenSpace] = {}
+        self._there: dict[str, tuple[str, int]] = {}  # request -> node and blocks that came for it, until it uses them
         self._turns = asyncio.Semaphore(max(1, most))
         self._timer: asyncio.TimerHandle | None = None
         self.prefetching = Prefetching()
-        self.sent = self.loaded = self.failed = 0
+        self.sent = self.loaded = self.failed = self.evicted = 0
 
     def plan(self, wanted: Wanted, route: Route, node: str, now: float) -> None:
         """A request was sent to an instance beside `node`. Nothing where all that it uses is in memory there."""
@@ -63,8 +65,21 @@ class Hints:
             self._wanted[wanted.request] = wanted
             self._pump(now)
 
+    def look(self, now: float) -> None:
+        """Find what went from memory before it was used: then the windows were too large. Call it now and then."""
+        for request, (node, stop) in list(self._there.items()):
+            wanted = self._wanted.get(request)
+            if wanted is None:
+                del self._there[request]
+            elif node in self._nodes.views and self._in_memory(wanted, node, stop) < stop:
+                del self._there[request]
+                self.evicted += 1
+                self.prefetching.evicted(request, now)
+        self._pump(now)
+
     def consumed(self, request: str, now: float) -> None:
         """Its prefill is done."""
+        self._there.pop(request, None)
         if self._wanted.pop(request, None) is not None:
             task = self._tasks.get(request)
             self.prefetching.consumed(request, now, stall_s=LOOK_S if task is not None else 0.0)
@@ -72,6 +87,7 @@ class Hints:
             self._pump(now)
 
     def cancelled(self, request: str, now: float) -> None:
+        self._there.pop(request, None)
         if self._wanted.pop(request, None) is not None:
             self.prefetching.cancelled(request)
             self._stop(request)
@@ -139,6 +155,7 @@ class Hints:
                 if await client.promote(space, keys, LOAD_S, parent):
                     await self._come(wanted, node, pull.stop)
             self.loaded += 1
+            self._there[hint.request] = node, pull.stop
             self.prefetching.arrived(hint.request, time.monotonic())
         except (StoreError, TimeoutError) as error:
             self.failed += 1
@@ -168,6 +185,7 @@ class Hints:
             way = "local" if parse_address(address).path else "tcp"  # no block is read here
             client = Client(address, self._token, name="conductor", ca_file=self._ca_file, transport=way)
             self._clients[node] = address, client
+            self.prefetching.target(holder_of(node), await _memory_bytes(client), time.monotonic())
         client = self._clients[node][1]
         at = node, wanted.namespace.name
         if at not in self._spaces:
@@ -175,3 +193,9 @@ class Hints:
         if self._spaces[at].root != wanted.hashed.scheme.root:
             raise InvalidRequest(f"namespace {wanted.namespace.name} has another root than instances registered")
         return client, self._spaces[at]
+
+
+async def _memory_bytes(client: Client) -> int:
+    """Of the node, for blocks. Raises StoreError."""
+    found = await client.stat()
+    return sum(row["target_bytes"] for row in found["tiers"] if row["tier"] == DRAM_TIER)

@@ -349,6 +349,7 @@ class ConductorService:
             for request in ended.expired:
                 self.hints.cancelled(request, now)
             self.nodes.look()
+            self.hints.look(now)
             if now - observed_s >= TICK_S:
                 observed_s = now
                 models = {found.body.model for found in self.registrations.values()}

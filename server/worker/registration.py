@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvstore.errors import ProtocolError, TransportError
+from kvstore.errors import ConnectFailed, ProtocolError, TransportError
 from server.gateway.upstream import Answer, Upstream, url_at
 
 log = logging.getLogger("cairn.worker")
@@ -27,6 +27,7 @@ class Registration:
 
     def __init__(
         self,
+        name: str,
         conductor: str,
         token: str,
         body: Callable[[], dict[str, Any]],
@@ -39,10 +40,10 @@ class Registration:
         self._body = body
         self._beat = beat
         self._told = told
+        self._name = name
         self._upstream = Upstream()
-        self._name = str(body()["name"])
         self._said: dict[str, Any] = {}
-        self.is_registered = False
+        self._may_be_known = False  # from the first word that may have come there
 
     async def run(self) -> None:
         """Only ends by being cancelled."""
@@ -54,13 +55,12 @@ class Registration:
                 await self._keep_saying(heartbeat_s)
             except (TransportError, ProtocolError) as error:
                 log.warning("the Conductor cannot be reached, next try in %g s: %s", wait_s, error)
-            self.is_registered = False
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, MOST_S)
 
     async def leave(self) -> None:
         """Tell the Conductor that nothing more should come."""
-        if self.is_registered:
+        if self._may_be_known:
             try:
                 await self._ask("POST", f"/v1/instances/{self._name}/drain", None)
             except TransportError as error:
@@ -68,7 +68,7 @@ class Registration:
 
     async def close(self) -> None:
         """Take the worker off the Conductor's list."""
-        if self.is_registered:
+        if self._may_be_known:
             try:
                 await self._ask("DELETE", f"/v1/instances/{self._name}", None)
             except TransportError as error:
@@ -78,11 +78,15 @@ class Registration:
     async def _register(self) -> float:
         """The seconds between two heartbeats. Raises TransportError, ProtocolError."""
         self._said = self._body()
-        answer = await self._ask("POST", "/v1/instances", self._said)
+        was_known, self._may_be_known = self._may_be_known, True
+        try:
+            answer = await self._ask("POST", "/v1/instances", self._said)
+        except ConnectFailed:
+            self._may_be_known = was_known
+            raise
         if not answer.is_ok:
             raise ProtocolError(f"it answered {answer.status}: {answer.body[:200]!r}")
         heartbeat_ms = _field(answer, "heartbeat_ms")
-        self.is_registered = True
         log.info("registered at the Conductor %s", self._conductor)
         return heartbeat_ms / 1000 if isinstance(heartbeat_ms, int | float) and heartbeat_ms > 0 else HEARTBEAT_S
 

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import secrets
-from collections import Counter
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -32,7 +31,6 @@ class Serving:
         self.generator = generator
         self.metrics = Metrics(lambda: generator.queued, lambda: len(generator.jobs) - generator.queued)
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="cairn-tokens")  # tokenizers dislike company
-        self.http_errors: Counter[str] = Counter()  # refused before they were requests
         self.is_draining = False
 
     @property

@@ -237,10 +237,8 @@ def texts(count: int, words: int, seed: int = 0) -> list[str]:
 
 
 def asking(url: str, timeout_s: float = 120.0) -> openai.AsyncOpenAI:
-    """A client that never tries again by itself. With a pool for many requests at a time."""
-    limits = httpx.Limits(max_connections=256, max_keepalive_connections=256)
-    transport = httpx.AsyncClient(limits=limits, timeout=timeout_s, trust_env=False)
-    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=transport)
+    """A client that never tries again by itself."""
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=timeout_s)
 
 
 async def ask(client: openai.AsyncOpenAI, asked: Asked, model: str, most: int, **headers: str) -> Answered:
@@ -259,7 +257,9 @@ async def ask(client: openai.AsyncOpenAI, asked: Asked, model: str, most: int, *
         choice = whole.choices[0]
         took_s = time.perf_counter() - began
         return _answered(choice.text, getattr(choice, "token_ids", None) or (), whole.usage, (took_s, took_s))
-    parts, ids, usage, first_s = [], [], None, 0.0
+    parts: list[str] = []
+    ids: list[int] = []
+    usage, first_s = None, 0.0
     stream = await client.completions.create(**given, stream=True, stream_options={"include_usage": True})
     async for chunk in stream:
         first_s = first_s or time.perf_counter() - began

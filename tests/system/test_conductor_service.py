@@ -428,8 +428,24 @@ async def test_what_a_request_will_use_is_loaded_from_the_disk_ahead_of_it(tiere
         assert in_memory(service) == 10
         assert (service.hints.sent, service.hints.failed, service.hints.underway) == (1, 0, 0)
         assert len(service.hints.prefetching) == 1
+        assert service.hints.prefetching.targets["node:n1"].memory_bytes > 0
         await client.post("/v1/requests/r", json={"state": "prefilled"})
         assert len(service.hints.prefetching) == 0
+
+
+@in_a_loop
+async def test_what_was_loaded_ahead_and_evicted_before_its_use_is_loaded_again(tiered: CairnProcess) -> None:
+    stored = Stored(tiered)
+    demote(tiered)
+    async with serving(f"--conductor.node_token={tiered.token}", "--conductor.ttft_slo=1h") as (service, client):
+        await client.post("/v1/instances", json=stored.beside("n1", tiered))
+        await until(client, "/v1/health", lambda told: told["blocks"] == 10)
+        await route(client, [*PROMPT, 1], id="r")
+        await until(client, "/v1/health", lambda _: service.hints.loaded)
+        await asyncio.to_thread(demote, tiered)
+        await until(client, "/v1/health", lambda _: service.hints.evicted)
+        await until(client, "/v1/health", lambda _: service.hints.loaded == 2)
+        assert in_memory(service) == 10
 
 
 @in_a_loop

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ class Site:
     def __init__(self, cluster: Cluster, fleet: Fleet, lone: Service) -> None:
         self.cluster = cluster
         self.fleet = fleet
-        self._lone = lone
+        self.lone = lone
         self._expected: dict[tuple[str, int], tuple[int, ...]] = {}
 
     @property
@@ -60,22 +61,14 @@ class Site:
         return self.fleet.gateway.url
 
     def heal(self) -> None:
-        """All that the layout names are there, in their roles, and nothing is under way."""
-        fleet = self.fleet
+        """The nodes and the Conductor are there, all know each other, and nothing is under way."""
         dead = [node for node in self.cluster.nodes if node not in self.cluster.alive]
         if dead:
             self.cluster.start_nodes(dead)
             self.cluster.until_whole()
-        if not fleet.conductor.is_alive:
-            fleet.conductor.begin().wait()
-        missing = [fleet.workers[name] for name in WORKERS if not fleet.workers[name].is_alive]
-        for worker in missing:
-            worker.begin()
-        for worker in missing:
-            worker.wait()
-        for name in set(fleet.workers) - set(WORKERS):
-            assert fleet.workers.pop(name).stop() == 0, name
-        fleet.until_known(*WORKERS)
+        if not self.fleet.conductor.is_alive:
+            self.fleet.conductor.begin().wait()
+        self.fleet.until_known(*self.fleet.workers)
         self.until_idle()
 
     def until_idle(self) -> None:
@@ -84,21 +77,20 @@ class Site:
         until(lambda: fleet.conductor.get("/v1/health")["requests"] == 0, "the Conductor to forget all", BACK_S)
         until(lambda: fleet.gateway.metric("cairn_gateway_in_flight") == 0, "the gateway to be idle", BACK_S)
         for worker in fleet.workers.values():
-            if worker.is_alive:
-                until(lambda worker=worker: _left_in(worker) == 0, f"{worker.name} to be idle", BACK_S)
+            until(partial(_is_idle, worker), f"{worker.name} to be idle", BACK_S)
 
     def assert_equal(self, wanted: Sequence[Asked], answers: Sequence[Answered], most: int = MOST) -> None:
         """To what the lone worker says."""
         new = [asked for asked in wanted if (asked.prompt, most) not in self._expected]
-        for asked, answer in zip(new, asyncio.run(ask_all(self._lone.url, new, MODEL, most)), strict=True):
+        for asked, answer in zip(new, asyncio.run(ask_all(self.lone.url, new, MODEL, most)), strict=True):
             self._expected[asked.prompt, most] = answer.token_ids
         for asked, answer in zip(wanted, answers, strict=True):
             assert answer.token_ids == self._expected[asked.prompt, most], f"another answer to {asked}"
             assert len(answer.token_ids) == most
 
 
-def _left_in(worker: Service) -> float:
-    return worker.metric("cairn_worker_queue") + worker.metric("cairn_worker_batch")
+def _is_idle(worker: Service) -> bool:
+    return not worker.metric("cairn_worker_queue") + worker.metric("cairn_worker_batch")
 
 
 @pytest.fixture(scope="module")
@@ -174,30 +166,9 @@ def test_chats_are_answered_as_by_one_worker(site: Site) -> None:
             parts = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
             return [whole.choices[0].message.content, "".join(parts)]
 
-    expected = asyncio.run(chats(site._lone.url))
+    expected = asyncio.run(chats(site.lone.url))
     assert asyncio.run(chats(site.url)) == expected
     assert expected[0] == expected[1]
-
-
-def test_killed_workers_are_replaced_and_no_request_is_lost(site: Site) -> None:
-    wanted = requests_over(texts(6, 90, seed=3), 50, seed=3)
-    fleet = site.fleet
-
-    def happening() -> None:
-        fleet.workers["p1"].kill()
-        fleet.workers["d2"].kill()
-        new = [fleet.worker("p3", "prefill", "n1").begin(), fleet.worker("d3", "decode", "n2").begin()]
-        for worker in new:
-            worker.wait()
-
-    answers = during(site, wanted, happening)
-    site.assert_equal(wanted, answers)
-    fleet.until_known("p3", "d3")
-    until(lambda: not {"p1", "d2"} & set(fleet.instances()), "the dead to be missed", BACK_S)
-    more = requests_over(texts(4, 90, seed=4), 16, seed=4)
-    site.assert_equal(more, asyncio.run(ask_all(site.url, more, MODEL, MOST)))
-    served = [fleet.workers[name].metric("cairn_worker_prompt_tokens_total") for name in ("p3", "d3")]
-    assert all(served), "the new ones take their part"
 
 
 def test_a_node_that_is_killed_costs_no_answer(site: Site) -> None:
@@ -220,7 +191,7 @@ def test_without_the_conductor_the_gateway_goes_on_and_finds_it_again(site: Site
     serves_s = time.monotonic()
     until(fleet.is_exact, "the index to be exact", BACK_S)
     exact_s = time.monotonic()
-    fleet.until_known(*WORKERS)
+    fleet.until_known(*fleet.workers)
     print(f"index exact {exact_s - serves_s:.2f} s, fleet known {time.monotonic() - serves_s:.2f} s after it serves")
     assert exact_s - serves_s < 5, "a restart is warm from snapshots"
     assert fleet.conductor.get("/v1/health")["blocks"] >= blocks
@@ -276,10 +247,10 @@ def test_overload_is_refused_with_retry_after_and_the_rest_is_served(site: Site)
     for error in refused:
         assert int(error.response.headers["retry-after"]) >= 1
         assert error.code == "ttft"
-    served = [pair for pair in zip(wanted, answers, strict=True) if isinstance(pair[1], Answered)]
+    served = {asked: answer for asked, answer in zip(wanted, answers, strict=True) if isinstance(answer, Answered)}
     assert len(served) + len(refused) == len(wanted)
     assert served
-    site.assert_equal([asked for asked, _ in served], [answer for _, answer in served])
+    site.assert_equal(list(served), list(served.values()))
 
 
 def test_a_deadline_is_kept(site: Site) -> None:
@@ -318,6 +289,27 @@ def test_a_worker_takes_another_role_when_told_so(site: Site) -> None:
         httpx.post(f"{base}/v1/instances/p2/role", json={"role": "prefill"})
 
 
+def test_killed_workers_are_replaced_and_no_request_is_lost(site: Site) -> None:
+    wanted = requests_over(texts(6, 90, seed=3), 50, seed=3)
+    fleet = site.fleet
+
+    def happening() -> None:
+        fleet.workers.pop("p1").kill()
+        fleet.workers.pop("d2").kill()
+        new = [fleet.worker("p3", "prefill", "n1").begin(), fleet.worker("d3", "decode", "n2").begin()]
+        for worker in new:
+            worker.wait()
+
+    answers = during(site, wanted, happening)
+    site.assert_equal(wanted, answers)
+    until(lambda: not {"p1", "d2"} & set(fleet.instances()), "the dead to be missed", BACK_S)
+    fleet.until_known("p3", "d3")
+    more = requests_over(texts(4, 90, seed=4), 16, seed=4)
+    site.assert_equal(more, asyncio.run(ask_all(site.url, more, MODEL, MOST)))
+    served = [fleet.workers[name].metric("cairn_worker_prompt_tokens_total") for name in ("p3", "d3")]
+    assert all(served), "the new ones take their part"
+
+
 def test_a_worker_that_is_drained_gets_nothing_new(site: Site) -> None:
     fleet = site.fleet
     base = fleet.conductor.url
@@ -328,7 +320,7 @@ def test_a_worker_that_is_drained_gets_nothing_new(site: Site) -> None:
     site.assert_equal(wanted, asyncio.run(ask_all(site.url, wanted, MODEL, MOST)))
     assert fleet.workers["d1"].metric("cairn_worker_generated_tokens_total") == given
     assert fleet.instances()["d1"]["is_draining"], "a heartbeat does not take it back"
-    assert fleet.workers["d1"].stop() == 0
+    assert fleet.workers.pop("d1").stop() == 0
     until(lambda: "d1" not in fleet.instances(), "it to leave", BACK_S)
 
 
@@ -342,7 +334,7 @@ def other_conductor(site: Site, **settings: str) -> Iterator[None]:
         kept = {name: value for name, value in fleet.conductor.settings.items() if name not in settings}
         fleet.conductor.settings = {**kept, **given}
         fleet.conductor.begin().wait()
-        fleet.until_known(*WORKERS)
+        fleet.until_known(*fleet.workers)
 
     restart(settings)
     try:

@@ -56,7 +56,7 @@ class WorkerProcess:
         if not line:
             self.kill()
             raise AssertionError(f"the worker did not start:\n{self.log}")
-        self.url = f"http://{json.loads(line)['address']}"
+        self.url = json.loads(line)["addresses"]["http"]
 
     @property
     def log(self):

@@ -582,15 +582,15 @@ class TestPullCosts:
         assert (route.pull.stop, route.cached_tokens) == (8, 8 * BLOCK)
 
     def test_four_busy_nodes_with_all_of_it_do_not_hide_an_idle_one_with_nearly_all(self) -> None:
-        made = conductor(prefills=3)
-        for name in ("p0", "p1", "p2"):
-            made.register(instance(name, tiers=TierCost(1000, 1e9, 1e8, network_rate=3e6)), 0.0)
+        made = conductor()
         for node in "abcd":
             holds(made, node, names(1, 16))
         holds(made, "e", names(1, 15))
-        for at in range(12):
-            routed(made, request(16, chains=(Chain(names(1, 16), BLOCK),)))
-        assert "node:e" in {work.pull_source for work in made.fleet.works.values()}
+        slow = TierCost(1000, 1e9, 1e8, network_rate=3e6)
+        for number in range(5):
+            made.register(instance(f"q{number}", tiers=slow), 0.0)
+        sources = [sent(made, f"q{number}", start=1).pull for number in range(5)]
+        assert {pull.source for pull in sources if pull is not None} == {f"node:{node}" for node in "abcde"}
 
     def test_a_pull_moves_what_its_node_lacks_though_its_instance_is_about_to_have_it(self) -> None:
         made = conductor(prefills=1)
@@ -637,11 +637,10 @@ class TestDecodePools:
             for name, group in (("dv", "vllm"), ("ds", "sglang")):
                 made.register(instance(name, Role.DECODE, group=group, decode=decode), 0.0)
             made.register(instance("pv", group="vllm"), 0.0)
-            for _ in range(45):
-                route = made.route(request(0, tokens=1), 0.0)
-                if isinstance(route, Route):
-                    made.prefilled(route.request, 0.0)
-            assert len(made.fleet.works) == pytest.approx(40, abs=1), admission
+            if admission == "early":
+                made.heartbeat("dv", Load(0.0, 0, 60, 0), 0.0)
+            answers = [made.route(request(0, tokens=1), 0.0) for _ in range(42)]
+            assert isinstance(answers[-1], Refusal), admission
 
     def test_sequences_of_other_conductors_take_room_and_time(self) -> None:
         made = conductor(decodes=2)
@@ -687,9 +686,9 @@ class TestFairness:
         made = conductor(admission="early", prefills=1, slo=Slo(ttft_s=20.0))
         for name, role in (("op", Role.PREFILL), ("od", Role.DECODE)):
             made.register(instance(name, role, model="other"), 0.0)
-        for turn in range(15):
+        for turn in range(17):
             routed(made, request(16, start=10_000 + 100 * turn, tenant="greedy"))
-        for turn in range(11):
+        for turn in range(5):
             routed(made, request(16, start=20_000 + 100 * turn, tenant="modest", model="other"))
         routed(made, request(16, start=30_000, tenant="greedy"))
 
@@ -736,8 +735,8 @@ def test_models_that_nobody_serves_leave_nothing_behind() -> None:
     for number in range(100):
         refused(made, request(model=f"unknown-{number}"))
         made.route(request(model=f"unknown-{number}"), 0.0, exclude={"p0"})
-    asked = repr(vars(made)) + repr(vars(made._pools)) if hasattr(made._pools, "of") else repr(vars(made))
-    assert "unknown" not in asked
+    assert len(made._pools.decodes) == 1
+    assert "unknown" not in repr(vars(made._pools))
 
 
 def test_a_holder_that_went_leaves_its_number_to_another() -> None:
@@ -750,8 +749,11 @@ def test_a_holder_that_went_leaves_its_number_to_another() -> None:
     assert routed(made, request(start=1)).pull is None
     assert made.holder("node:new") == number
     made.index.stored(number, DRAM, names(1, 16))
-    pulls = {work.pull_source for work in made.fleet.works.values()}
-    assert sent(made, "p0", start=1).pull is not None or pulls
+    for work in list(made.fleet.works):
+        made.cancelled(work, 9.0)
+    pull = routed(made, request(start=1), 9.0).pull
+    assert pull is not None
+    assert pull.source == "node:new"
 
 
 def test_holders_that_only_the_index_knows_do_no_harm() -> None:

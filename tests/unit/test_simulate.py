@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from functools import partial
+from random import Random
 
 import numpy as np
 import pytest
@@ -10,11 +11,16 @@ from hypothesis import strategies as st
 
 from scheduler.costs import DecodeCost, PrefillCost
 from scheduler.requests import Chain, Request, Route
+from scheduler.simulate import simulate
 from scheduler.simulation.caches import BlockCache
+from scheduler.simulation.cluster import Shape
 from scheduler.simulation.decode import DecodeEngine
 from scheduler.simulation.loop import Loop
 from scheduler.simulation.network import Network
+from scheduler.simulation.outcomes import Outcomes
 from scheduler.simulation.prefill import Job, Pipeline, PrefillEngine
+from scheduler.simulation.traces import TraceRequest, made_up
+from scheduler.tuning import Slo
 
 
 def a_job(number: int = 0, tokens: int = 1024, output_tokens: int = 100, cached_tokens: int = 0) -> Job:
@@ -226,3 +232,46 @@ def test_a_pipeline_of_four_nodes_shortens_long_prompts_only(tokens: int, second
     assert Pipeline(4).latency_s(8.0, tokens) == pytest.approx(seconds, abs=1e-4)
     assert Pipeline(4).occupancy_s(8.0) == 2.0
     assert Pipeline().latency_s(8.0, tokens) == 8.0
+
+
+def replayed(shape: Shape, *, admission: str = "none", slo: Slo | None = None, count: int = 120) -> Outcomes:
+    requests = made_up(count, Random(3).random, per_s=4.0, shared=0.7)
+    return simulate(requests, shape, Random(1).random, admission=admission, slo=slo)
+
+
+def test_a_replay_of_one_seed_repeats_itself_and_ends_every_request() -> None:
+    shape = Shape(prefill=3, decode=2)
+    found = replayed(shape)
+    assert found == replayed(shape)
+    assert len(found.records) == 120
+    for record in found.records:
+        assert record.arrived_s + record.ttft_s <= record.finished_s < float("inf")
+        assert record.ttft_s == pytest.approx(record.queue_s + record.prefill_s)
+        assert record.cached_tokens < record.tokens
+        assert record.transfer_s <= record.queue_s + 1e-9
+
+
+def test_a_request_that_decode_refuses_has_wasted_its_prefill() -> None:
+    found = replayed(Shape(prefill=3, decode=1), admission="baseline", slo=Slo(1000.0, 0.001))
+    assert found.refused == {"tbt": 120}
+    for record in found.records:
+        assert record.wasted_prefill_s == record.prefill_s > 0
+        assert record.ttft_s == record.finished_s == float("inf")
+
+
+def test_late_events_of_the_stores_cost_hits() -> None:
+    at_once = replayed(Shape(prefill=3, decode=2))
+    late = replayed(Shape(prefill=3, decode=2, event_lag_s=60.0))
+    assert late.token_hit_ratio < at_once.token_hit_ratio
+
+
+def test_a_pipeline_of_nodes_brings_long_prompts_forward() -> None:
+    prompt = [TraceRequest(0.0, 128 * 1024, 1, tuple(range(256)))]
+    alone = simulate(prompt, Shape(prefill=1, decode=1), Random(1).random).mean_ttft_s
+    four = simulate(prompt, Shape(prefill=1, decode=1, pipeline_nodes=4), Random(1).random).mean_ttft_s
+    assert four == pytest.approx(alone / 4 * (1 + 3 / 128))
+
+
+def test_a_policy_that_there_is_not_is_named() -> None:
+    with pytest.raises(ValueError, match="clever is none of random, "):
+        simulate([], Shape(), Random(1).random, policy="clever")

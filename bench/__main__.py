@@ -23,6 +23,7 @@ from bench import (
     local,
     policies,
     prefetch,
+    prefix_index,
     rdma,
     route,
     serving,
@@ -176,6 +177,22 @@ def route_command(names: Names = None, *, as_json: AsJson = False) -> None:
       python -m bench route route_128k routes_8k_http --json
     """
     _report(route.run(set(names or ())), set(names or ()), as_json=as_json)
+
+
+@app.command(name="prefix-index")
+def prefix_index_command(
+    names: Names = None,
+    *,
+    blocks: Annotated[int, typer.Option(min=65_536, help="Blocks that it has.")] = prefix_index.BLOCKS,
+    as_json: AsJson = False,
+) -> None:
+    """The Conductor's index of prefixes: memory of a block and holder, changes, questions; half a minute.
+
+    \b
+    Example:
+      python -m bench prefix-index --blocks 10000000 --json
+    """
+    _report(prefix_index.run(set(names or ()), blocks), set(names or ()), as_json=as_json)
 
 
 def _report(found: Iterable[Figure], names: set[str], *, as_json: bool) -> None:

@@ -278,7 +278,7 @@ TABLES: Final = {"ttft": ttft, "capacity": capacity, "overload": overload, "hits
 NOTES: Final = {  # where ours differs from the published by more than a fifth
     "ttft": "Ratios are near, seconds are not: at figure 10's own 1.05 s of prefill a request, 8 instances queue less "
     "than the published ones. Slower hardware or a faster replay bring random there, not the policies that predict.",
-    "capacity": "Decode instances and baselines are modelled by bytes and operations, without the stalls of a real engine.",
+    "capacity": "Over baselines that are modelled too: no published engine was run.",
     "overload": "Another trace than the published one; slow_decode decides how much decode refuses.",
     "hits": "local: least loaded placement hits less than the published one, affinity more; global is near.",
     "division": "Flat around its best; with slow_decode it moves towards decode.",

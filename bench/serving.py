@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -113,7 +113,9 @@ def report(
     apart: Annotated[
         bool, typer.Option("--apart", help="Nodes that are no cluster, as where etcd is missing.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object a line: each run, then each policy.")
+    ] = False,
 ) -> None:
     """The same requests over shared documents by each policy: two prefill and two decode workers, one thread each.
 
@@ -127,15 +129,18 @@ def report(
     """
     scene = SMOLLM2 if model == "smollm2" else TINY
     pooled = not apart and shutil.which("etcd") is not None
-    scene = _with(scene, requests=requests, rounds=rounds, is_pooled=pooled, spread_s=spread)
+    scene = replace(scene, requests=requests, rounds=rounds, is_pooled=pooled, spread_s=spread)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    scenery = {"model": model, "requests": requests, "pooled": pooled}
     outcomes: dict[str, list[Outcome]] = {}
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("starting", total=rounds * len(POLICIES) * requests)
         for outcome in run(scene, seen=lambda: progress.advance(bar)):
             outcomes.setdefault(outcome.policy, []).append(outcome)
             progress.update(bar, description=f"{outcome.policy}: {outcome.took_s:.1f} s")
+            if as_json:
+                _write({**scenery, "round": len(outcomes[outcome.policy]), **figures([outcome])})
     rows = [figures(found) for found in outcomes.values()]
     best = rows[0]
     for row in rows:
@@ -143,14 +148,15 @@ def report(
         row["prefill_ratio"] = row["prefill_s"] / best["prefill_s"]
     if as_json:
         for row in rows:
-            sys.stdout.write(json.dumps({"model": model, "requests": requests, "pooled": pooled, **row}) + "\n")
+            _write({**scenery, "rounds": rounds, **row})
         return
     where = "two nodes in a cluster" if pooled else "two nodes apart"
     Console().print(_table(rows, f"{requests} requests, {scene.documents} documents, {model}, {where}; answers equal"))
 
 
-def _with(scene: Scene, **changes: Any) -> Scene:
-    return Scene(**{name: changes.get(name, getattr(scene, name)) for name in Scene.__slots__})
+def _write(row: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(row) + "\n")
+    sys.stdout.flush()
 
 
 def _table(rows: Sequence[dict[str, Any]], title: str) -> Table:

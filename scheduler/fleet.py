@@ -89,6 +89,11 @@ class Work:
         """Tokens that it takes to decode it to its end."""
         return self.tokens + self.output_tokens
 
+    @property
+    def leaving_tokens(self) -> int:
+        """That have to go to another instance to be decoded."""
+        return self.tokens if self.prefill != self.decode else 0
+
 
 @dataclass(slots=True)
 class Share:
@@ -122,6 +127,7 @@ class Member:
         self.others_batch = 0  # sequences here that others sent, by what the instance said
         self._others_context = 0.0
         self._prefilling_s = 0.0  # predicted, of all that is in `prefilling`
+        self._leaving_tokens = 0  # of those in `prefilling` that are decoded elsewhere
         self._front_since_s = now
         self._told_s = 0.0  # of prefill, by what the instance said and what was sent since
         self._told_at_s = now
@@ -143,6 +149,12 @@ class Member:
     def utilisation(self, now: float) -> float:
         """The share of its time that prefill took lately."""
         return self._busy * math.exp((self._busy_at_s - now) / BUSY_S)
+
+    def stream(self, now: float) -> tuple[float, float]:
+        """Bytes a second that leave for decode instances while it computes what was sent to it, and for how long."""
+        if not self._leaving_tokens or not self._prefilling_s:
+            return 0.0, 0.0
+        return self._leaving_tokens * self.instance.tiers.kv_bytes / self._prefilling_s, self._sent_s(now)
 
     def step_s(self, *, more: int = 0, context: int = 0, is_present: bool = False) -> float:
         """A decode step with `more` sequences of `context` tokens: with all that come here, or those here now."""
@@ -178,6 +190,7 @@ class Member:
             self._front_since_s = now
         self.prefilling[work.request] = work
         self._prefilling_s += work.prefill_s
+        self._leaving_tokens += work.leaving_tokens
         self._told_s, self._told_at_s = self._told(now) + work.prefill_s, now
         tokens, seconds = self._pace
         self._pace = PACE * tokens + work.computed, PACE * seconds + work.prefill_s
@@ -191,6 +204,7 @@ class Member:
         if work is None:
             return
         self._prefilling_s = max(0.0, self._prefilling_s - work.prefill_s) if self.prefilling else 0.0
+        self._leaving_tokens -= work.leaving_tokens
         if request == front:
             self._front_since_s = now
         if not is_done:

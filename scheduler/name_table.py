@@ -9,6 +9,7 @@ the last one into it. Buckets are in the order of hashes: this, and any sorted b
 """
 
 from collections.abc import Iterator
+from math import ceil
 from typing import Final
 
 import numpy as np
@@ -23,10 +24,10 @@ TAKEN_OUT: Final = 1
 BUCKET: Final = 8
 LOAD: Final = 0.8  # of the slots that are not empty, at most
 PREPARED: Final = 0.78  # of the slots: when the next generation is made
-GROWTH: Final = 1.25  # two generations together take at most 12 / 0.78 * (1 + 1.25) = 34.6 bytes a hash
+GROWTH: Final = 1.4  # two generations together take at most 12 / 0.78 * (1 + 1.4) = 36.9 bytes a hash
 THIN: Final = 0.2  # of the slots; with less in it a table shrinks
 LEAST_BUCKETS: Final = 11
-HASTE: Final = 1.5  # times as fast as needed: searches in two generations cost more
+HASTE: Final = 1.2  # times as fast as needed: searches in two generations cost more
 LOOKED_AT: Final = 1024  # buckets, by the later rounds of a search
 WIDTH_MOST: Final = 16
 MOVED_LEAST: Final = 512  # slots that any change moves
@@ -85,32 +86,33 @@ class Generation:
     def find(self, hashes: Hashes) -> Slots:
         """The slot of each; -1 where there is none."""
         found = np.full(len(hashes), -1, np.int64)
-        which = np.arange(len(hashes))  # of `found`: those that are looked for still
-        at = self._homes(hashes)
-        width = 1
-        while len(hashes):
-            buckets = self._path(at, hashes, width)
+        which = step = None  # of those that are looked for still, after the first round
+        buckets, width = self._homes(hashes), 1
+        while True:
             rows = self._rows(buckets, width)
             hits = np.flatnonzero(rows == hashes[:, None])
-            hit = hits // (BUCKET * width)
-            found[which[hit]] = (buckets[hits >> 3] << 3) + (hits & 7)
+            hit = hits >> 3 if width == 1 else hits // (BUCKET * width)
+            found[hit if which is None else which[hit]] = (buckets[hits >> 3] << 3) + (hits & 7)
             is_left = np.ones(len(hashes), np.bool_)
             is_left[hit] = False
             left = np.flatnonzero(is_left)
             left = left[(rows[left] != EMPTY).all(axis=1)]
-            at = self._path(at[left], hashes[left], width + 1)[width :: width + 1]
-            which, hashes = which[left], hashes[left]
-            width = _width(len(hashes))
-        return found
+            if not len(left):
+                return found
+            hashes = hashes[left]
+            which = left if which is None else which[left]
+            step = self._steps(hashes) if step is None else step[left]
+            at, width = buckets[(left + 1) * width - 1], _width(len(left))
+            buckets = self._path(at, step, width)
 
     def put(self, hashes: Hashes, values: Values) -> None:
         """Hashes that are not here, each once."""
         self.live += len(hashes)
         flat = self.hashes.reshape(-1)
-        at = self._homes(hashes)
-        width = 1
+        step = self._steps(hashes)
+        at, width = self._homes(hashes) - step, 1  # `at`: the last bucket that is known to be full
         while len(hashes):
-            buckets = self._path(at, hashes, width)
+            buckets = self._path(at, step, width)
             is_free = self._rows(buckets, width) <= TAKEN_OUT
             place = is_free.argmax(axis=1) + np.arange(0, is_free.size, is_free.shape[1])
             fits = np.flatnonzero(is_free.reshape(-1)[place])
@@ -121,12 +123,12 @@ class Generation:
             is_in = flat[slots] == hashes[fits]  # of those that chose the same slot, one
             self.marks -= int(np.count_nonzero(is_marked & is_in))
             self.values[slots[is_in]] = values[fits[is_in]]
-            is_left = np.ones(len(hashes), np.bool_)
-            is_left[fits] = False
-            full = np.flatnonzero(is_left)
-            at[full] = self._path(at[full], hashes[full], width + 1)[width :: width + 1]
+            is_full = np.ones(len(hashes), np.bool_)
+            is_full[fits] = False
+            at = np.where(is_full, buckets[width - 1 :: width], at)
+            is_left = is_full
             is_left[fits] = ~is_in
-            at, hashes, values = at[is_left], hashes[is_left], values[is_left]
+            at, step, hashes, values = at[is_left], step[is_left], hashes[is_left], values[is_left]
             width = _width(len(hashes))
 
     def clear(self, slots: Slots) -> None:
@@ -175,13 +177,14 @@ class Generation:
     def _homes(self, hashes: Hashes) -> Slots:
         return (((hashes >> _HALF) * np.uint64(self.buckets)) >> _HALF).view(np.int64)
 
-    def _path(self, at: Slots, hashes: Hashes, width: int) -> Slots:
-        """Bucket `at` of each and those that it would go on to, `width` in all."""
-        if width == 1:
-            return at
-        step = ((hashes & _LOW) % np.uint64(self.buckets - 1) + np.uint64(1)).view(np.int64)
-        path: Slots = (at[:, None] + step[:, None] * np.arange(width)) % self.buckets
-        return path.reshape(-1)
+    def _steps(self, hashes: Hashes) -> Slots:
+        return ((hashes & _LOW) % np.uint64(self.buckets - 1) + np.uint64(1)).view(np.int64)
+
+    def _path(self, at: Slots, step: Slots, width: int) -> Slots:
+        """The next `width` buckets of each."""
+        path = at + step if width == 1 else (at[:, None] + step[:, None] * np.arange(1, width + 1)).reshape(-1)
+        path %= self.buckets
+        return path
 
     def _rows(self, buckets: Slots, width: int) -> Hashes:
         """`[n, 8 * width]`: the hashes of these, `width` buckets to a row."""
@@ -307,7 +310,7 @@ class NameTable:
             self._next = Generation(int(wanted * GROWTH / LOAD))
             room = LOAD * self._next.slots - wanted
         self._last, self._current, self._next = self._current, self._next, None
-        self._pace = 1 + int(HASTE * self._last.slots / room)
+        self._pace = ceil(HASTE * self._last.slots / room)
         self._moved = 0
         self._move(MOVED_LEAST)
 

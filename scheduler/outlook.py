@@ -13,6 +13,7 @@ from scheduler.requests import Request
 from scheduler.traffic import Traffic
 
 SOURCES = 4  # prefixes that are looked at for a pull: the longest, and shorter ones that come at less cost
+STREAM_SHARE = 0.5  # of a link, at most, that what leaves for decode takes from a pull: they share it fairly
 NOBODY = -1  # a holder's number: the row of nothing that `Tokens` ends with
 NEVER_S = 1e6  # a byte, by a way that is not there: a number, so that no bytes that way take no time
 
@@ -27,11 +28,11 @@ class Pool:
         members: Sequence[Member],
         takers: Mapping[str, list[Member]],
         holders: Mapping[str, int],
-        disk_rates: Mapping[str, float],
+        beside: Mapping[str, Sequence[Member]],
     ) -> None:
         self.members = list(members)
         self.takers = takers
-        self.disk_rates = disk_rates  # of nodes, bytes a second; of a node that is not there it is not known
+        self.beside = beside  # instances of any model beside each node; some nodes have none
         instances = [member.instance for member in members]
         self.names = [instance.name for instance in instances]
         self.nodes = [instance.node for instance in instances]
@@ -97,6 +98,7 @@ class Outlook:
         self.request = request
         self.pool = pool
         self.sources = sources
+        self._now = now
         self._most = max(0, request.tokens - 1)
         self.queue_s: Floats = np.array([member.queue_s(now) for member in pool.members])
         node, engine = prefixes[pool.node_rows], prefixes[pool.engine_rows]
@@ -142,11 +144,27 @@ class Outlook:
         ahead = np.maximum(busy, self._busy)
         missing = np.maximum(0.0, tokens - self.node_tokens) * pool.kv_bytes
         on_disk = np.maximum(0.0, tokens - np.maximum(memory, self.node_tokens)) * pool.kv_bytes
-        disk_s = _inverse(np.array([[pool.disk_rates.get(source.node, np.inf)] for source in self.sources]))
-        pull_s = pool.latency_s + np.maximum((missing + ahead) * pool.network_s_per_byte, on_disk * disk_s)
+        disk_s_per_byte, stream_rate, stream_s = self._of_sources()
+        network_s = (missing + ahead) * pool.network_s_per_byte
+        taken = np.minimum(stream_rate * pool.network_s_per_byte, STREAM_SHARE)
+        network_s = np.minimum(network_s / (1 - taken), network_s + taken * stream_s)
+        pull_s = pool.latency_s + np.maximum(network_s, on_disk * disk_s_per_byte)
         cached = np.minimum(np.maximum(tokens, self._levels[2]), self._most)
         compute_s = prefill_seconds(self.pool.coefficients, self.request.tokens, cached)
         return pull_s, compute_s, np.maximum(self.queue_s, pull_s) + compute_s
+
+    def _of_sources(self) -> tuple[Floats, Floats, Floats]:
+        """`[sources, 1]`: seconds a byte of their disks, bytes a second that leave their nodes for decode, and
+        for how many seconds. Where no instance is beside a node, its disk is thought to be as fast as its link."""
+        columns = np.zeros((3, len(self.sources), 1))
+        for row, source in enumerate(self.sources):
+            for member in self.pool.beside.get(source.node, ()):
+                rate, seconds = member.stream(self._now)
+                nvme_rate = member.instance.tiers.nvme_rate
+                columns[0, row] = 1 / nvme_rate if nvme_rate else NEVER_S
+                columns[1, row] += rate
+                columns[2, row] = max(columns[2, row, 0], seconds)
+        return columns[0], columns[1], columns[2]
 
     def pull_s(self, threshold: float) -> Floats:
         """`[sources, n]`: to the first token after a pull; inf where the source has not `threshold` times as much as is

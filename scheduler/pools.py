@@ -16,7 +16,7 @@ class Pools:
         self._holders = holders
         self._pools: dict[str, Pool] = {}
         self._decodes: dict[tuple[str, str], DecodePool] = {}
-        self._disk_rates: dict[str, float] = {}  # by node, where an instance told of it
+        self._beside: dict[str, list[Member]] = {}  # who is beside each node
         self._generation = -1
 
     @property
@@ -43,9 +43,9 @@ class Pools:
         """What the fleet has become."""
         self._generation = self._fleet.generation
         self._pools.clear()
-        self._disk_rates = {
-            member.instance.node: member.instance.tiers.nvme_rate for member in self._fleet.members.values()
-        }
+        self._beside = {}
+        for member in self._fleet.members.values():
+            self._beside.setdefault(member.instance.node, []).append(member)
         members: dict[tuple[str, str], list[Member]] = {}
         for member in self._fleet.members.values():
             instance = member.instance
@@ -66,4 +66,4 @@ class Pools:
             for member in self._fleet.takers(model, prefill=True)
             if member.instance.group in takers and member.instance.name not in exclude
         ]
-        return Pool(members, takers, self._holders, self._disk_rates)
+        return Pool(members, takers, self._holders, self._beside)

@@ -118,7 +118,7 @@ THIRD_PARTY = {  # a dependency, and the modules that know it
         *("kvstore/cluster/members.py", "kvstore/cluster/service.py", "kvstore/cluster/etcd_line.py"),
         *("server/config.py", "server/sources.py", "server/zmq_events.py"),
         *("server/*/settings.py", "server/conductor/app.py", "server/conductor/engine_blocks.py"),
-        "server/conductor/models.py",
+        *("server/conductor/models.py", "server/worker/service.py"),
     ],
     "aiohttp": ["server/gateway/upstream.py"],
     "ibverbs": ["kvstore/transport/rdma/ibverbs_binding.py"],

@@ -7,22 +7,26 @@ if [ $# -ne 1 ] || [ ! -d "$1" ]; then
     exit 2
 fi
 
-# stop NAME: end it in peace, and by force after half a minute.
+# stop NAME...: end them in peace, all at a time, and by force after half a minute.
 stop() {
-    pids="$1.pid"
-    [ -e "$pids" ] || return 0
-    pid=$(cat "$pids")
-    kill "$pid" 2>/dev/null || { rm -f "$pids"; return 0; }
-    tries=150
-    while kill -0 "$pid" 2>/dev/null; do
-        tries=$((tries - 1))
-        [ "$tries" -gt 0 ] || { kill -9 "$pid" 2>/dev/null || true; break; }
-        sleep 0.2
+    for name in "$@"; do
+        [ ! -e "$folder/$name.pid" ] || kill "$(cat "$folder/$name.pid")" 2>/dev/null || true
     done
-    rm -f "$pids"
+    tries=150
+    for name in "$@"; do
+        [ -e "$folder/$name.pid" ] || continue
+        pid=$(cat "$folder/$name.pid")
+        while kill -0 "$pid" 2>/dev/null; do
+            tries=$((tries - 1))
+            [ "$tries" -gt 0 ] || { kill -9 "$pid" 2>/dev/null || true; break; }
+            sleep 0.2
+        done
+        rm -f "$folder/$name.pid"
+    done
 }
 
 # From the clients' end to the store's, so that each may finish what it has begun.
-for name in gateway prefill decode conductor store; do
-    stop "$1/$name"
-done
+folder=$1
+stop gateway
+stop prefill decode
+stop conductor store

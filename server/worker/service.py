@@ -5,6 +5,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from server.http_serving import HttpServing, until_signalled
 from server.worker.app import create_app
 from server.worker.generator import Generator, Limits
@@ -120,6 +122,7 @@ class Worker:
         if store is not None and store.root:
             body |= {"node": store.node_name, "root": store.root}
             body["node_address"] = settings.node_advertise or settings.node
+            body["namespace"] = {"name": self._model.name, "fields": msgspec.to_builtins(self._model.namespace)}
         return body
 
     def _beat(self) -> dict[str, Any]:

@@ -2,9 +2,19 @@
 
 from tests.model.faults import Fault
 
-CONDUCTOR, FLEET, OUTLOOK, PAIRING, EXPECTED, DECODES, FAIR, TRAFFIC = (
+CONDUCTOR, FLEET, OUTLOOK, PAIRING, EXPECTED, DECODES, POOLS, FAIR, TRAFFIC = (
     f"scheduler/{name}.py"
-    for name in ("conductor", "fleet", "outlook", "pairing", "expected", "decode_pool", "fair_share", "traffic")
+    for name in (
+        "conductor",
+        "fleet",
+        "outlook",
+        "pairing",
+        "expected",
+        "decode_pool",
+        "pools",
+        "fair_share",
+        "traffic",
+    )
 )
 KVCACHE_CENTRIC = "scheduler/policies/kvcache_centric.py"
 MODEL_FAULTS = [
@@ -12,13 +22,13 @@ MODEL_FAULTS = [
     Fault(
         "an end leaves the decode pool waiting",
         CONDUCTOR,
-        "        self._decodes[work.model].end(work, now, is_finished=is_finished)\n",
+        "        self._pools.decode(work.model, work.group).end(work, now, is_finished=is_finished)\n",
         "",
     ),
     Fault(
         "a first token leaves the tenant waiting",
         CONDUCTOR,
-        "        self.fleet.prefilled(request, now)\n        self.fair.take(work.tenant, work.prefill_s)\n",
+        "        self.fleet.prefilled(request, now)\n        self.fair.take(work.model, work.tenant, work.prefill_s)\n",
         "        self.fleet.prefilled(request, now)\n",
     ),
     Fault(
@@ -51,6 +61,7 @@ MODEL_FAULTS = [
         CONDUCTOR,
         "        if request.deadline_s is not None and prospect.first_token_s > request.deadline_s:\n"
         "            reason = Reason.TTFT\n"
+        "            late_s = max(late_s, prospect.first_token_s - request.deadline_s)\n"
         "        elif",
         "        if",
     ),
@@ -84,14 +95,14 @@ FAULTS = [
     Fault(
         "a source's own traffic is not looked at",
         OUTLOOK,
-        "ahead = np.maximum(np.array([[source.busy_bytes] for source in self.sources]), self._busy)",
+        "ahead = np.maximum(busy, self._busy)",
         "ahead = self._busy",
     ),
     Fault(
         "a target's own traffic is not looked at",
         OUTLOOK,
-        "ahead = np.maximum(np.array([[source.busy_bytes] for source in self.sources]), self._busy)",
-        "ahead = np.array([[source.busy_bytes] for source in self.sources])",
+        "ahead = np.maximum(busy, self._busy)",
+        "ahead = busy",
     ),
     Fault(
         "the threshold is not looked at",
@@ -138,56 +149,56 @@ FAULTS = [
     Fault(
         "polls do not age",
         FLEET,
-        "max(0.0, said - (now - self.load.at_s)) + self._since_load_s",
-        "said + self._since_load_s",
+        "return max(0.0, self._told_s - (now - self._told_at_s))",
+        "return self._told_s",
     ),
     Fault(
         "what was sent since the last poll is forgotten",
         FLEET,
-        "max(0.0, said - (now - self.load.at_s)) + self._since_load_s)",
-        "max(0.0, said - (now - self.load.at_s))) if said else 0.0",
+        "        self._told_s, self._told_at_s = self._told(now) + work.prefill_s, now\n",
+        "",
     ),
     Fault(
         "polls are not looked at",
         FLEET,
-        "        if self.load is None:\n            return mine\n",
-        "        return mine\n",
+        "        if self.load is None:\n            return sent_s\n",
+        "        return sent_s\n",
     ),
     Fault(
         "full decode instances get more",
         PAIRING,
-        "if member.has_room(context)] or steps",
-        "if member] or steps",
+        "for step_s, member, has_room in steps if has_room]",
+        "for step_s, member, has_room in steps]",
     ),
-    Fault("a busy instance keeps its requests", PAIRING, "<= self._collocate_below", "<= 1e9"),
-    Fault("an idle instance hands its requests over", PAIRING, "<= self._collocate_below", "< 0"),
+    Fault("a busy instance keeps its requests", PAIRING, "< self._collocate_below", "< 1e9"),
+    Fault("an idle instance hands its requests over", PAIRING, "< self._collocate_below", "< 0"),
     Fault(
         "groups mix",
-        CONDUCTOR,
-        "            if member.instance.group in groups and member.instance.name not in exclude\n",
+        POOLS,
+        "            if member.instance.group in takers and member.instance.name not in exclude\n",
         "            if member.instance.name not in exclude\n",
     ),
     Fault(
         "an excluded instance decodes",
-        CONDUCTOR,
-        "if member.instance.group == prefill.instance.group and member.instance.name not in exclude",
-        "if member.instance.group == prefill.instance.group",
+        POOLS,
+        "            if member.instance.name not in exclude:\n                takers",
+        "            if True:\n                takers",
     ),
     Fault(
         "prediction forgets who is gone by then",
         DECODES,
-        "bisect_right(self._begins, when_s) - bisect_right(self._begins, when_s - self._decode_s)",
-        "bisect_right(self._begins, when_s)",
+        "there = bisect_right(self._begun, when_s) - bisect_right(self._begun, since_s)",
+        "there = bisect_right(self._begun, when_s)",
     ),
     Fault(
         "prediction sees only who decodes now",
         "scheduler/admission/predictive.py",
-        "pool.tbt_s_at(prospect.first_token_s)",
+        "pool.tbt_s_at(prospect.first_token_s, prospect.now)",
         "pool.present_tbt_s()",
     ),
     Fault("time that a request waited before is forgotten", CONDUCTOR, "ttft_s=waited_s + draft", "ttft_s=draft"),
     Fault("low priorities are like others", CONDUCTOR, "if request.priority < 0 else 1.0", "if False else 1.0"),
-    Fault("weights are not looked at", FAIR, "share = self._weight(tenant) / weights", "share = 1 / weights"),
+    Fault("weights are not looked at", FAIR, "share = self._weight(tenant) / sum", "share = 1 / sum"),
     Fault(
         "a session goes back whatever it costs",
         CONDUCTOR,
@@ -223,5 +234,178 @@ FAULTS = [
         CONDUCTOR,
         "return Pull(choice.source.node, target, number, first, stop)",
         "return Pull(choice.source.node, target, number, stop, first)",
+    ),
+    Fault(
+        "what an instance says is on top of what was sent",
+        FLEET,
+        "        others = said - sum(work.computed for work in self.prefilling.values())\n",
+        "        others = said\n",
+    ),
+    Fault(
+        "a queue is one long prompt",
+        FLEET,
+        "return computed * seconds / tokens if tokens else self.instance",
+        "return self.instance",
+    ),
+    Fault(
+        "whoever goes sets the front back",
+        FLEET,
+        "        if request == front:\n            self._front_since_s = now\n",
+        "        if front:\n            self._front_since_s = now\n",
+    ),
+    Fault("a front never moves on", FLEET, "max(self._front_since_s, front.ready_s)", "now"),
+    Fault(
+        "a front does not wait for its prefix", FLEET, "max(self._front_since_s, front.ready_s)", "self._front_since_s"
+    ),
+    Fault(
+        "what is cancelled stays in what was polled",
+        FLEET,
+        "        if not is_done:\n            self._told_s",
+        "        if False:\n            self._told_s",
+    ),
+    Fault("who is never reported stays in the queue", FLEET, "if self._tells else sent_s)", "if False else sent_s)"),
+    Fault("an instance that says nothing is believed", FLEET, "if self._tells else sent_s)", "if True else sent_s)"),
+    Fault(
+        "who is on the way to an instance is not in its queue",
+        FLEET,
+        "min(sent_s, told_s + self._unheard_s)",
+        "min(sent_s, told_s)",
+    ),
+    Fault(
+        "sequences of others take no room",
+        FLEET,
+        "len(self.arriving.works) + self.others_batch\n",
+        "len(self.arriving.works)\n",
+    ),
+    Fault(
+        "sequences of others take no time",
+        FLEET,
+        "batch = len(self.decoding.works) + self.others_batch + more",
+        "batch = len(self.decoding.works) + more",
+    ),
+    Fault(
+        "own sequences are others' too",
+        FLEET,
+        "max(0, load.decode_batch - len(self.decoding.works))",
+        "load.decode_batch",
+    ),
+    Fault("what leaves for decode takes nothing of a link", OUTLOOK, "columns[1, row] += rate", "pass"),
+    Fault(
+        "disks of others are as fast as memory",
+        OUTLOOK,
+        "np.maximum(network_s, on_disk * disk_s_per_byte)",
+        "network_s",
+    ),
+    Fault(
+        "a prefix is pulled with its disk or not at all",
+        OUTLOOK,
+        "        if 0 < memory < every:\n",
+        "        if False:\n",
+    ),
+    Fault(
+        "only the longest are looked at",
+        OUTLOOK,
+        "longer.disk_tokens <= source.disk_tokens and longer.busy_bytes <= source.busy_bytes for longer in kept",
+        "longer.tokens > source.tokens for longer in kept",
+    ),
+    Fault(
+        "what is expected need not be pulled",
+        OUTLOOK,
+        "self.node_tokens: Floats = node[:, 2] ",
+        "self.node_tokens: Floats = self._levels[2] ",
+    ),
+    Fault(
+        "an instance without a node pulls",
+        OUTLOOK,
+        "instance.tiers.network_rate if instance.node else 0.0",
+        "instance.tiers.network_rate",
+    ),
+    Fault(
+        "a pull that was half over is given back whole",
+        TRAFFIC,
+        "max(0.0, size - (now - since_s) * rate)",
+        "size",
+    ),
+    Fault(
+        "a full instance keeps its requests",
+        PAIRING,
+        "if member is prefill and has_room and step_s",
+        "if member is prefill and step_s",
+    ),
+    Fault(
+        "overdue first tokens never come",
+        DECODES,
+        "(bisect_right(self._coming, since_s) if since_s >= now else 0)",
+        "bisect_right(self._coming, since_s)",
+    ),
+    Fault(
+        "sequences of others are not predicted",
+        DECODES,
+        "        there += sum(member.others_batch for member in self.members)\n",
+        "",
+    ),
+    Fault(
+        "groups share a decode pool",
+        POOLS,
+        "members.setdefault((instance.model, instance.group), []).append(member)",
+        "[members.setdefault((instance.model, g), []).append(member) for g in ('', 'vllm', 'sglang')]",
+    ),
+    Fault(
+        "models that nobody serves are kept",
+        POOLS,
+        "            if pool.members:\n                self._pools",
+        "            if True:\n                self._pools",
+    ),
+    Fault(
+        "one model's waiting is another's",
+        CONDUCTOR,
+        "self.fair = FairShare(tuning.weights, tuning.fair_slack)\n",
+        "self.fair = FairShare(tuning.weights, tuning.fair_slack)\n"
+        "        self.fair._waiting = type('One', (dict,), {'setdefault': lambda s, k, d: dict.setdefault(s, '', d),"
+        " 'get': lambda s, k, d: dict.get(s, '', d), '__getitem__': lambda s, k: dict.__getitem__(s, ''),"
+        " '__delitem__': lambda s, k: dict.__delitem__(s, '')})()\n",
+    ),
+    Fault(
+        "the last of a tenant's requests takes all",
+        FAIR,
+        "        if requests > 1:\n",
+        "        if waiting_s > seconds:\n",
+    ),
+    Fault(
+        "sessions of all tenants are one",
+        CONDUCTOR,
+        "self._sessions.get((request.tenant, request.session)) if request.session else None",
+        "next((at for (_, name), at in self._sessions.items() if name == request.session), None)",
+    ),
+    Fault(
+        "a deadline is no reason to come back later",
+        CONDUCTOR,
+        "            late_s = max(late_s, prospect.first_token_s - request.deadline_s)\n",
+        "",
+    ),
+    Fault(
+        "who can never be served is told to come back soon",
+        CONDUCTOR,
+        "late_s if late_s < draft.choice.queue_s else RETRY_S[1]",
+        "late_s",
+    ),
+    Fault(
+        "a holder that went keeps its name",
+        CONDUCTOR,
+        "        if self._holders.pop(name, None) is not None:\n",
+        "        if self._holders.get(name) is not None:\n",
+    ),
+    Fault("prefixes end at the first coarse place", EXPECTED, "return fine + coarse", "return fine"),
+    Fault(
+        "coarse places are fine ones",
+        EXPECTED,
+        "(places + (COARSE - 1) * max(0, places - FINE))",
+        "places",
+    ),
+    Fault(
+        "who has more is looked for no further",
+        EXPECTED,
+        "        while stop := bisect_left(range(1, stop + 1), -len(found), key=instances):\n",
+        "        if stop := bisect_left(range(1, stop + 1), -len(found), key=instances):\n",
     ),
 ]

@@ -19,10 +19,16 @@ MODEL_FAULTS = [
     Fault("marks that are written over are still counted", TABLE, "        self.marks -= int(np", "        _ = int(np"),
     Fault("of two that want a slot both have it", TABLE, "            is_left[fits] = ~is_in\n", ""),
     Fault(
-        "a full bucket is tried again for ever further on by one",
+        "what does not fit goes where nobody looks",
         TABLE,
-        "at[full] = self._path(at[full], hashes[full], width + 1)[width :: width + 1]",
-        "at[full] = (at[full] + 1) % self.buckets",
+        "            at = np.where(is_full, buckets[width - 1 :: width], at)\n",
+        "            at = np.where(is_full, buckets[width - 1 :: width] + 1, at)\n",
+    ),
+    Fault(
+        "a search looks again where it looked",
+        TABLE,
+        "buckets[(left + 1) * width - 1], _width",
+        "buckets[left * width], _width",
     ),
     Fault(
         "what the last generation has is not looked up",
@@ -41,7 +47,7 @@ MODEL_FAULTS = [
         "the last buckets of a generation are not moved",
         TABLE,
         "if stop == self._last.buckets:",
-        "if stop >= self._last.buckets - 1:",
+        "if stop * 2 > self._last.buckets:",
     ),
     Fault("what was moved is still there", TABLE, "        hashes[slots] = TAKEN_OUT\n", ""),
     Fault("blocks of a holder that is forgotten stay", TABLE, "            self.clear(slots[changed == 0])\n", ""),
@@ -110,18 +116,6 @@ MODEL_FAULTS = [
         "numbers[numbers != NOTHING]",
     ),
     Fault(
-        "for want of a set the last holder stays",
-        INDEX,
-        "        changed[is_refused] = NOTHING\n",
-        "        changed[is_refused] = sets[is_refused]\n",
-    ),
-    Fault(
-        "for want of a set the others go too",
-        INDEX,
-        "        changed[is_refused] = sets[is_refused]\n",
-        "        changed[is_refused] = NOTHING\n",
-    ),
-    Fault(
         "a name that comes twice is stored twice",
         INDEX,
         "            yield hashes[is_first]\n",
@@ -142,7 +136,7 @@ FAULTS = [
         "self._move(max(MOVED_LEAST, self._pace * hashes))",
         "self._move(self._last.slots)",
     ),
-    Fault("a generation moves too slowly", TABLE, "1 + int(HASTE * self._last.slots / room)", "1"),
+    Fault("a generation moves too slowly", TABLE, "ceil(HASTE * self._last.slots / room)", "1"),
     Fault(
         "sets that a hash confuses are one",
         SETS,
@@ -163,5 +157,17 @@ FAULTS = [
         SETS,
         "wanted = max(0, min(wanted, self.most - len(self)))",
         "wanted = max(0, wanted)",
+    ),
+    Fault(
+        "for want of a set the last holder stays",
+        INDEX,
+        "        changed[is_refused] = NOTHING\n",
+        "        changed[is_refused] = sets[is_refused]\n",
+    ),
+    Fault(
+        "for want of a set the others go too",
+        INDEX,
+        "        changed[is_refused] = sets[is_refused]\n",
+        "        changed[is_refused] = NOTHING\n",
     ),
 ]

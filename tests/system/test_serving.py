@@ -44,6 +44,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(240)]
 MODEL, MOST = "tiny", 24
 LONG = 400  # tokens of an answer that is still running when something happens
 WORKERS = {"p1": ("prefill", "n1"), "p2": ("prefill", "n2"), "d1": ("decode", "n1"), "d2": ("decode", "n2")}
+AFTER_FAILURES = ("cairn_gateway_retries_total", "cairn_gateway_continued_total")
 BACK_S = 20.0  # for what takes a second or two, on a machine that is busy with other things
 
 
@@ -300,7 +301,11 @@ def test_killed_workers_are_replaced_and_no_request_is_lost(site: Site) -> None:
         for worker in new:
             worker.wait()
 
+    before = [fleet.gateway.metric(name) for name in AFTER_FAILURES]
     answers = during(site, wanted, happening)
+    retried, continued = (fleet.gateway.metric(name) - was for name, was in zip(AFTER_FAILURES, before, strict=True))
+    print(f"{retried:.0f} tries after a failure, {continued:.0f} streams went on elsewhere")
+    assert retried, "the workers died amid their work"
     site.assert_equal(wanted, answers)
     until(lambda: not {"p1", "d2"} & set(fleet.instances()), "the dead to be missed", BACK_S)
     fleet.until_known("p3", "d3")

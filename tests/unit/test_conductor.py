@@ -773,3 +773,15 @@ def test_a_long_prompt_is_expected_as_far_as_it_goes() -> None:
         )
         row = next(row for row in made.explain(asked, 0.0).rows if row["instance"] == first.prefill)
         assert row["local_tokens"] == expected * BLOCK, blocks
+
+
+def test_what_leaves_a_node_for_decode_slows_what_is_pulled_from_it() -> None:
+    made = conductor(prefills=1)
+    slow = TierCost(1000, 1e9, 1e8, network_rate=3e6)
+    for name in ("p1", "p2"):
+        made.register(instance(name, tiers=slow), 0.0)
+    holds(made, "p1", names(1, 16))
+    alone = sent(made, "p2", start=1)
+    made.cancelled(alone.request, 0.0)
+    sent(made, "p1")
+    assert sent(made, "p2", start=1).transfer_s == pytest.approx(1.5 * alone.transfer_s, rel=0.03)

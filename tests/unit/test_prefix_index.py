@@ -12,7 +12,7 @@ from scheduler.name_table import TAKEN_OUT, Generation, hashes_of
 from scheduler.requests import Names
 
 HBM, DRAM, NVME = range(3)
-BYTES_MOST = 40.0  # of a block and holder, at any moment
+BYTES_MOST = 45.0  # of a block and holder, at any moment
 
 
 def chain(blocks: int, seed: int = 1) -> Names:
@@ -145,6 +145,23 @@ def test_what_is_kept_when_there_are_too_many_sets() -> None:
         for number in range(8):
             index.removed(number, DRAM, names)
     assert (index.blocks, index.holdings) == (0, 0)
+    assert index.check() == []
+
+
+def test_a_block_goes_when_there_is_no_room_for_what_is_left_of_its_set() -> None:
+    index = index_of("a", "b", "c", "d")
+    names = chain(4)
+    with mock.patch.object(holder_sets, "SETS_MOST", 3):
+        index.stored(0, DRAM, names[:2])
+        index.stored(1, DRAM, names[:2])
+        index.stored(2, DRAM, names[2:3])
+        index.stored(3, DRAM, names[3:])
+        assert index.dropped == 0
+        index.removed(0, DRAM, names[:1])
+    assert index.dropped >= 1
+    assert (index.blocks, index.holdings) == (3, 4)
+    assert not index.prefixes(names[:1]).any()
+    assert index.prefixes(names[1:])[:, DRAM].tolist() == [1, 1, 0, 0]
     assert index.check() == []
 
 

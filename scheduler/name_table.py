@@ -62,7 +62,7 @@ class Generation:
 
     def __init__(self, slots: int) -> None:
         self.buckets = _prime(max(LEAST_BUCKETS, -(-slots // BUCKET)))
-        self.hashes: Hashes = np.zeros((self.buckets, BUCKET), np.uint64)
+        self.hashes: Hashes = _lines(self.buckets)
         self.values: Values = np.zeros(self.buckets * BUCKET, np.uint32)  # 0 where there is no hash
         self.live = 0
         self.marks = 0  # slots that hashes were taken out of, and that are not empty
@@ -195,6 +195,13 @@ class Generation:
 def _width(left: int) -> int:
     """Buckets of each to look at together: the more, the fewer hashes are left, for a round has a price of its own."""
     return max(1, min(LOOKED_AT // max(1, left), WIDTH_MOST))
+
+
+def _lines(buckets: int) -> Hashes:
+    """Buckets of zeros, each in one cache line: one that lies in two costs two waits for memory."""
+    words = np.zeros((buckets + 1) * BUCKET, np.uint64)
+    first = -words.ctypes.data // 8 % BUCKET
+    return words[first : first + buckets * BUCKET].reshape(buckets, BUCKET)
 
 
 def _any(rows: NDArray[np.bool_]) -> NDArray[np.bool_]:

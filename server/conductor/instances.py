@@ -31,6 +31,7 @@ class Registration:
     refitted_s: float
     samples: int = 0
     place: dict[str, Any] = field(default_factory=dict)  # for gateways
+    is_node_alone: bool = False  # in no cluster
 
     @property
     def scheme(self) -> Scheme | None:
@@ -61,13 +62,16 @@ class Registration:
 
     def instance(self, role: Role | None = None) -> Instance:
         """As the policy sees it now, perhaps in another role than it registered with. Engines hand requests over only
-        to their kind, and without a node there is nothing that blocks could be pulled to."""
+        to their kind, and those that do so by their nodes not beyond a node in no cluster. Without a node, or with
+        one alone, there is nothing that blocks could be pulled to."""
         body = self.body
+        network_rate = NETWORK_RATE if body.network_rate is None else body.network_rate
+        by_node = body.engine == "cairn" and self.is_node_alone
         tiers = TierCost(
             kv_bytes=self.kv_bytes,
             dram_rate=DRAM_RATE if body.dram_rate is None else body.dram_rate,
             nvme_rate=NVME_RATE if body.nvme_rate is None else body.nvme_rate,
-            network_rate=(NETWORK_RATE if body.network_rate is None else body.network_rate) if body.node else 0.0,
+            network_rate=network_rate if body.node and not self.is_node_alone else 0.0,
         )
         return Instance(
             name=body.name,
@@ -80,7 +84,7 @@ class Registration:
             engine_holder=self.engine_holder,
             decode_tokens=body.decode_tokens,
             decode_batch=body.decode_batch,
-            group=body.engine,
+            group=f"{body.engine} at {body.node}" if by_node else body.engine,
         )
 
     def heard(self, told: HeartbeatBody, now: float) -> bool:

@@ -9,8 +9,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from engine_client.address import parse_address
+from engine_client.client import Client
 from engine_client.subscription import Standing, Update, subscribe
-from kvstore.errors import StoreError
+from kvstore.errors import InvalidRequest, StoreError
 from kvstore.types import DRAM, HBM, KEY_BYTES, NVME, TierName
 from kvstore.wire_events import BlockEvent
 from scheduler.index import PrefixIndex
@@ -42,6 +44,7 @@ class NodeView:
         self.told = Standing.DEGRADED  # by its follower
         self.changed_s = time.monotonic()  # when it was heard of last while that was not exact
         self.failure = ""
+        self.is_alone: bool | None = None  # in no cluster, so that nothing can be pulled there; None: not known
         self.events = 0
         self.left_out = 0
         self._index = index
@@ -91,7 +94,8 @@ class NodeView:
 
 class NodeViews:
     """A follower for each node that was named, by an instance or in the settings. `holder` gives a holder's number;
-    `named` says which nodes are named now: others are dropped once they are out of reach for too long."""
+    `named` says which nodes are named now: others are dropped once they are out of reach for too long. `joined` hears
+    of a node whose cluster is known by now."""
 
     def __init__(
         self,
@@ -103,6 +107,7 @@ class NodeViews:
         forget_after_s: float,
         most_blocks: int,
         named: Callable[[], Set[str]],
+        joined: Callable[[str], None],
     ) -> None:
         self._index = index
         self._holder = holder
@@ -111,6 +116,7 @@ class NodeViews:
         self._forget_after_s = forget_after_s
         self._most_blocks = most_blocks
         self._named = named
+        self._joined = joined
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.views: dict[str, NodeView] = {}
         self.addresses: dict[str, str] = {}
@@ -168,10 +174,25 @@ class NodeViews:
                 ) as updates:
                     async for update in updates:
                         view.take(update)
+                        if update.is_reset:
+                            await self._ask_for_cluster(view)
             except StoreError as error:
                 view.told, view.failure = Standing.DEGRADED, str(error)
                 log.warning("node %s: %s", view.name, error)
             await asyncio.sleep(RETRY_S)
+
+    async def _ask_for_cluster(self, view: NodeView) -> None:
+        """Raises StoreError for a node that does not answer that either."""
+        way = "local" if parse_address(self.addresses[view.name]).path else "tcp"
+        client = Client(self.addresses[view.name], self._token, name="conductor", ca_file=self._ca_file, transport=way)
+        try:
+            await client.nodes()
+            view.is_alone = False
+        except InvalidRequest:
+            view.is_alone = True
+        finally:
+            await client.aclose()
+        self._joined(view.name)
 
 
 def _names(keys: list[bytes]) -> Names:

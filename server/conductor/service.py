@@ -69,6 +69,7 @@ class ConductorService:
             forget_after_s=settings.forget_after,
             most_blocks=settings.index_blocks,
             named=self._named_nodes,
+            joined=self._joined,
         )
         self.engines = EngineViews(self.index, self.conductor.holder)
         self.hints = Hints(self.index, self.nodes, settings.node_token, settings.node_ca_file, most=settings.hints)
@@ -166,6 +167,8 @@ class ConductorService:
             except ConfigError as error:
                 raise invalid("node_address", str(error)) from error
         made = registered(body, self.registrations.get(body.name), now)
+        view = self.nodes.views.get(body.node)
+        made.is_node_alone = view is not None and bool(view.is_alone)
         try:
             self._follow_engine(made)
             self.conductor.register(made.instance(), now)
@@ -188,9 +191,7 @@ class ConductorService:
         member = self.conductor.fleet.members[name]
         role, is_draining = member.instance.role, member.is_draining
         if found.heard(body, now):
-            self.conductor.register(found.instance(role), now)
-            if is_draining:
-                self.conductor.drain(name)
+            self._renew(name, now)
         return {"role": role.value, "is_draining": is_draining}
 
     def drain(self, name: str) -> None:
@@ -324,6 +325,22 @@ class ConductorService:
                 if scheme is not None:
                     schemes.setdefault(found.body.model, {})[scheme] = None
         self._schemes = {model: tuple(each)[:MOST_SCHEMES] for model, each in schemes.items()}
+
+    def _renew(self, name: str, now: float) -> None:
+        """What is known of an instance has changed, but not its role, nor whether it drains, nor when it was heard."""
+        member = self.conductor.fleet.members[name]
+        is_draining, seen_s = member.is_draining, member.seen_s
+        self.conductor.register(self.registrations[name].instance(member.instance.role), now)
+        member.seen_s = seen_s
+        if is_draining:
+            self.conductor.drain(name)
+
+    def _joined(self, node: str) -> None:
+        is_alone = bool(self.nodes.views[node].is_alone)
+        for name, found in self.registrations.items():
+            if found.body.node == node and found.is_node_alone is not is_alone:
+                found.is_node_alone = is_alone
+                self._renew(name, time.monotonic())
 
     def _named_nodes(self) -> set[str]:
         return {*self._fixed_nodes, *(found.body.node for found in self.registrations.values())}

@@ -25,12 +25,6 @@ MODEL_FAULTS = [
         "            at = np.where(is_full, buckets[width - 1 :: width] + 1, at)\n",
     ),
     Fault(
-        "a search looks again where it looked",
-        TABLE,
-        "buckets[(left + 1) * width - 1], _width",
-        "buckets[left * width], _width",
-    ),
-    Fault(
         "what the last generation has is not looked up",
         TABLE,
         "            if self._last is not None:\n                slots",

@@ -398,6 +398,23 @@ async def test_a_lost_node_that_nobody_names_any_more_is_not_looked_for(node: Ca
         assert (service.nodes.views, service.nodes.addresses, service.index.blocks) == ({}, {}, 0)
 
 
+@in_a_loop
+async def test_nothing_is_pulled_to_a_node_in_no_cluster_nor_handed_over_beyond_it(node: CairnProcess) -> None:
+    stored = Stored(node)
+    options = (f"--conductor.node_token={node.token}", "--conductor.admission=none")
+    async with serving(*options) as (service, client):
+        busy = stored.beside("n1", node) | {"node": "", "node_address": ""}
+        await client.post("/v1/instances", json=stored.beside("n1", node) | {"role": "prefill"})
+        await client.post("/v1/instances", json=busy | {"name": "far", "role": "decode"})
+        await client.post("/v1/instances", json=stored.beside("n1", node) | {"name": "near", "role": "decode"})
+        await until(client, "/v1/health", lambda told: told["holders"].get("node:n1") == "exact")
+        await until(client, "/v1/health", lambda _: service.nodes.views["n1"].is_alone)
+        member = service.conductor.fleet.members["engine-n1"]
+        assert member.instance.tiers.network_rate == 0
+        for _ in range(6):
+            assert (await route(client, [*PROMPT, 1])).json()["decode"]["name"] == "near"
+
+
 @pytest.fixture
 def tiered(tmp_path: Path) -> Iterator[CairnProcess]:
     path = tmp_path / "disk"

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from engine_client.blocking import BlockingClient
+from scheduler.policies import POLICIES as KNOWN
 from tests.system.cluster import Cluster
 from tests.system.nodes import NodeProcess
 from tests.system.serving import Answered, Asked, Fleet, Layout, ask, asking, requests_over, texts
@@ -42,7 +43,7 @@ class Scene:
     capacity: str
     requests: int = 50
     documents: int = 8
-    answer_tokens: int = 24
+    answer_tokens: int = 8  # few: first tokens are what is looked at
     rounds: int = 2
     is_pooled: bool = True
     spread_s: float = 0.0  # over which the requests begin; 0: all at once
@@ -109,6 +110,7 @@ def report(
     model: Annotated[Literal["smollm2", "tiny"], typer.Option(help="What the workers serve.")] = "smollm2",
     requests: Annotated[int, typer.Option(help="At a time.", min=2)] = 50,
     rounds: Annotated[int, typer.Option(help="Of all policies, the order turned round each time.", min=1)] = 2,
+    policies: Annotated[str, typer.Option(help="With commas between; ratios are to the first.")] = ",".join(POLICIES),
     spread: Annotated[float, typer.Option(help="Seconds over which requests begin; 0: all at once.", min=0)] = 0.0,
     apart: Annotated[
         bool, typer.Option("--apart", help="Nodes that are no cluster, as where etcd is missing.")
@@ -125,8 +127,11 @@ def report(
     Examples:
       python -m bench serving
       python -m bench serving --model tiny --rounds 1
-      python -m bench serving --apart --json
+      python -m bench serving --apart --policies kvcache_centric,round_robin --json
     """
+    names = policies.split(",")
+    if not set(names) <= set(KNOWN):
+        raise typer.BadParameter(f"policies: some of {', '.join(sorted(KNOWN))}")
     scene = SMOLLM2 if model == "smollm2" else TINY
     pooled = not apart and shutil.which("etcd") is not None
     scene = replace(scene, requests=requests, rounds=rounds, is_pooled=pooled, spread_s=spread)
@@ -135,8 +140,8 @@ def report(
     scenery = {"model": model, "requests": requests, "pooled": pooled}
     outcomes: dict[str, list[Outcome]] = {}
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("starting", total=rounds * len(POLICIES) * requests)
-        for outcome in run(scene, seen=lambda: progress.advance(bar)):
+        bar = progress.add_task("starting", total=rounds * len(names) * requests)
+        for outcome in run(scene, names, seen=lambda: progress.advance(bar)):
             outcomes.setdefault(outcome.policy, []).append(outcome)
             progress.update(bar, description=f"{outcome.policy}: {outcome.took_s:.1f} s")
             if as_json:
@@ -191,6 +196,7 @@ def _fleet(scene: Scene) -> Iterator[tuple[Fleet, list[BlockingClient]]]:
             addresses = {}
             for name in NODES:
                 options = [f"--{key}={value}" for key, value in {**settings, "node.name": name}.items()]
+                (folder / name).mkdir()
                 node = NodeProcess(folder / name, *options).start()
                 stack.callback(node.kill)
                 addresses[name] = f"unix://{folder / name}/run/{name}.sock"

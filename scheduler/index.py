@@ -16,7 +16,6 @@ from scheduler.requests import Names
 
 HOLDERS_MOST: Final = 4096
 BATCH: Final = 1 << 13  # names that are changed at a time: what they need fits into a core's cache
-LOOKED_UP: Final = 1024  # names at first; the rest only if somebody has all of these
 
 
 class PrefixIndex:
@@ -92,13 +91,7 @@ class PrefixIndex:
     def prefixes(self, names: Names) -> NDArray[np.int32]:
         """`[holders, 3]`, by number: how many of a chain's blocks, from the first on without a gap, each holder has in
         HBM, in HBM or DRAM, in any tier. The row of a number that nobody has is 0."""
-        hashes = hashes_of(names)
-        values = self._names.lookup(hashes[:LOOKED_UP])
-        found = self._sets.prefixes(values, len(self._holders))
-        if len(names) > LOOKED_UP and (found[:, -1] == LOOKED_UP).any():
-            values = np.concatenate([values, self._names.lookup(hashes[LOOKED_UP:])])
-            found = self._sets.prefixes(values, len(self._holders))
-        return found
+        return self._sets.prefixes(self._names.lookup(hashes_of(names)), len(self._holders))
 
     def check(self) -> list[str]:
         """What is broken, each as a sentence; nothing, if all is well. Goes through all blocks."""

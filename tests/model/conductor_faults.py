@@ -235,6 +235,8 @@ FAULTS = [
         "return Pull(choice.source.node, target, number, first, stop)",
         "return Pull(choice.source.node, target, number, stop, first)",
     ),
+]
+ESTIMATE_FAULTS = [
     Fault(
         "what an instance says is on top of what was sent",
         FLEET,

@@ -115,7 +115,6 @@ MODEL_FAULTS = [
         "            yield hashes[is_first]\n",
         "            yield hashes\n",
     ),
-    Fault("the rest of a long chain is not asked for", INDEX, "(found[:, -1] == LOOKED_UP).any()", "False"),
     Fault("the next one has what the last one had", INDEX, "            self.forget(number)\n", ""),
     Fault("what is stored again moves", INDEX, "        before[is_known] = self._names.values[known]\n", ""),
 ]

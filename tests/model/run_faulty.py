@@ -32,6 +32,7 @@ SUITES = {
     "directory": ["unit/test_homes.py", "unit/test_directory.py", "unit/test_announcer.py"],
     "directory model": ["model/test_directory_model.py"],
     "conductor": ["unit/test_conductor.py"],
+    "conductor estimates": ["unit/test_conductor.py"],
     "conductor model": ["model/test_conductor_model.py"],
     "prefix index": ["unit/test_prefix_index.py"],
     "prefix index model": ["model/test_prefix_index_machine.py"],

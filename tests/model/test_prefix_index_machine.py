@@ -58,7 +58,7 @@ class IndexMachine(RuleBasedStateMachine):
             mock.patch.multiple(
                 name_table, LEAST_BUCKETS=3, MOVED_LEAST=8, MOVED_AT_ONCE=2, REWRITTEN=32, LOOKED_AT=16
             ),
-            mock.patch.multiple(index, BATCH=32, LOOKED_UP=8),
+            mock.patch.multiple(index, BATCH=32),
         ]
         for patch in self.small:
             patch.start()

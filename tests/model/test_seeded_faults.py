@@ -36,6 +36,7 @@ FAULTS = {
     "directory": directory_faults.FAULTS,
     "directory model": directory_faults.MODEL_FAULTS,
     "conductor": conductor_faults.FAULTS,
+    "conductor estimates": conductor_faults.ESTIMATE_FAULTS,
     "conductor model": conductor_faults.MODEL_FAULTS,
     "prefix index": prefix_index_faults.FAULTS,
     "prefix index model": prefix_index_faults.MODEL_FAULTS,

@@ -652,6 +652,14 @@ class TestDecodePools:
             made.prefilled(route, 1.0)
         assert made.fleet.members["d1"].step_s(is_present=True) == pytest.approx(DECODE.seconds(65, 6000 + 5 * 1134))
 
+    def test_own_sequences_that_an_instance_speaks_of_are_not_counted_twice(self) -> None:
+        made = conductor(decodes=1)
+        for _ in range(5):
+            made.prefilled(routed(made, request()).request, 1.0)
+        before = made.fleet.members["d0"].step_s()
+        made.heartbeat("d0", Load(1.0, 0, 5, 5500), 1.0)
+        assert made.fleet.members["d0"].step_s() == before
+
     def test_sequences_of_other_conductors_are_predicted_to_stay(self) -> None:
         made = conductor("least_loaded", "predictive", decodes=1, slo=Slo(tbt_s=0.1))
         made.heartbeat("d0", Load(0.0, 0, 90, 9000), 0.0)
@@ -754,6 +762,23 @@ def test_a_holder_that_went_leaves_its_number_to_another() -> None:
     pull = routed(made, request(start=1), 9.0).pull
     assert pull is not None
     assert pull.source == "node:new"
+    assert made.holder("node:gone") != number
+
+
+def test_who_drains_alone_is_noticed() -> None:
+    made = conductor(prefills=2)
+    routed(made, request())
+    made.drain("p0")
+    assert {routed(made, request()).prefill for _ in range(9)} == {"p1"}
+
+
+def test_each_instance_is_expected_to_have_as_much_as_it_was_sent() -> None:
+    made = conductor("prefix_affinity")
+    chain = names(1, 100)
+    for name, blocks in (("p0", 4), ("p1", 100), ("p2", 48), ("p0", 12)):
+        sent(made, name, chains=(Chain(chain[:blocks], BLOCK),))
+    rows = made.explain(request(chains=(Chain(chain, BLOCK),), tokens=101 * BLOCK), 0.0).rows
+    assert {row["instance"]: row["local_tokens"] // BLOCK for row in rows} == {"p0": 12, "p1": 100, "p2": 48}
 
 
 def test_holders_that_only_the_index_knows_do_no_harm() -> None:

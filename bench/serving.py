@@ -22,8 +22,7 @@ from rich.table import Table
 
 from engine_client.blocking import BlockingClient
 from scheduler.policies import POLICIES as KNOWN
-from tests.system.cluster import Cluster
-from tests.system.nodes import NodeProcess
+from tests.system.cluster import Cluster, ClusterNode
 from tests.system.serving import Answered, Asked, Fleet, Layout, ask, asking, requests_over, texts
 
 POLICIES = ("kvcache_centric", "round_robin", "random")
@@ -195,11 +194,10 @@ def _fleet(scene: Scene) -> Iterator[tuple[Fleet, list[BlockingClient]]]:
         else:
             addresses = {}
             for name in NODES:
-                options = [f"--{key}={value}" for key, value in {**settings, "node.name": name}.items()]
-                (folder / name).mkdir()
-                node = NodeProcess(folder / name, *options).start()
+                node = ClusterNode(folder / name, {**settings, "node.tcp_listen": ""})
                 stack.callback(node.kill)
-                addresses[name] = f"unix://{folder / name}/run/{name}.sock"
+                node.start()
+                addresses[name] = node.unix
         worker = {
             "model": scene.model,
             "block_tokens": str(scene.block_tokens),

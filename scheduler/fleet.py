@@ -133,7 +133,7 @@ class Member:
         self._told_at_s = now
         self._tells = False  # it has spoken of prompts that wait, so it would if there were some
         self._unheard_s = 0.0  # of prefill, so lately sent that the instance may not have known of it
-        self._pace = (0.0, 0.0)  # tokens and the seconds of their prefill, as a decaying mean
+        self._pace = (0.0, 0.0)  # tokens of prompts and the seconds of their prefill, as a decaying mean
         self._busy = 0.0  # prefill seconds a second, decaying
         self._busy_at_s = now
 
@@ -172,12 +172,16 @@ class Member:
         return (not at_most or held + context <= at_most) and (not sequences or count < sequences)
 
     def heard(self, load: Load, now: float) -> None:
-        """Compare what it says with what was sent to it: the rest is of others."""
+        """Compare what it says with what was sent to it: the rest is of others. Engines that did not look for a prefix
+        yet count whole prompts: what is no more than those is no rest."""
         self.seen_s = now
         self.load = load
         said, sent_s = load.prefill_tokens, self._sent_s(now)
-        others = said - sum(work.computed for work in self.prefilling.values())
-        self._told_s = sent_s + self._seconds(others) if others >= 0 else min(sent_s, self._seconds(said))
+        computed = sum(work.computed for work in self.prefilling.values())
+        if said < computed:
+            self._told_s = min(sent_s, self._prefilling_s * said / computed)
+        else:
+            self._told_s = sent_s + self._seconds(said - sum(work.tokens for work in self.prefilling.values()))
         self._told_at_s = load.at_s
         self._tells = self._tells or said > 0
         lately = now - UNDER_WAY_S
@@ -193,7 +197,7 @@ class Member:
         self._leaving_tokens += work.leaving_tokens
         self._told_s, self._told_at_s = self._told(now) + work.prefill_s, now
         tokens, seconds = self._pace
-        self._pace = PACE * tokens + work.computed, PACE * seconds + work.prefill_s
+        self._pace = PACE * tokens + work.tokens, PACE * seconds + work.prefill_s
         self._busy = self.utilisation(now) + work.prefill_s / BUSY_S
         self._busy_at_s = now
 
@@ -233,12 +237,12 @@ class Member:
     def _told(self, now: float) -> float:
         return max(0.0, self._told_s - (now - self._told_at_s))
 
-    def _seconds(self, computed: int) -> float:
-        """To prefill so many tokens of a queue: as long as such took lately, since a queue is not one long prompt."""
-        if not computed:
+    def _seconds(self, queued: int) -> float:
+        """To prefill prompts of so many tokens together: as long as such took lately: they are not one long one."""
+        if queued <= 0:
             return 0.0
         tokens, seconds = self._pace
-        return computed * seconds / tokens if tokens else self.instance.prefill.seconds(computed, 0)
+        return queued * seconds / tokens if tokens else self.instance.prefill.seconds(queued, 0)
 
 
 class Fleet:

@@ -1,8 +1,7 @@
 """A KV connector for vLLM that hands prompts from a prefill to a decode server through a folder, for tests.
 
 Whole blocks go as they are, without a look inside: vLLM's layout on CPUs is its own business. vLLM imports this module
-by `kv_connector_module_path`; nothing else does. kv_connector_extra_config: `path`, and `is_silent`, with which a
-prefill's answer says nothing of what it left.
+by `kv_connector_module_path`; nothing else does. kv_connector_extra_config: `path`.
 """
 
 from dataclasses import dataclass, field
@@ -31,7 +30,6 @@ class FolderConnector(KVConnectorBase_V1, SupportsHMA):
         extra = self._kv_transfer_config.kv_connector_extra_config
         self._folder = Path(extra["path"])
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._is_silent = bool(extra.get("is_silent"))
         self._block_tokens = vllm_config.cache_config.block_size
         self._engine_id = self._kv_transfer_config.engine_id
         self._requests: dict[str, Any] = {}
@@ -75,7 +73,7 @@ class FolderConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         self._requests.pop(request.request_id, None)
         self._blocks.pop(request.request_id, None)
-        if self._is_silent or not _asks(request, "do_remote_decode"):
+        if not _asks(request, "do_remote_decode"):
             return False, None
         told = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self._engine_id}
         return False, told | {"remote_block_ids": list(block_ids[0]), "remote_host": "folder", "remote_port": 0}

@@ -26,6 +26,9 @@ except ImportError as missing:
     raise ImportError("transformers or torch is missing: pip install 'cairn-kv[engine]'") from missing
 
 
+LEAST_TEMPERATURE = 1e-5  # below it there is but one token, and the quotients would be no numbers
+
+
 class ComputeFailed(Exception):
     """The model raised while it computed; the sequences that it computed are of no use any more."""
 
@@ -42,7 +45,7 @@ def load_folder(folder: Path, dtype: str, threads: int) -> tuple[PreTrainedModel
 
 
 class Sampler:
-    """Picks tokens: the likeliest at temperature 0, else by chance, with random numbers of its own seed.
+    """Picks tokens: the likeliest at temperature 0 or next to it, else by chance, with random numbers of its own seed.
 
     top_p: of the probability, how much the tokens have together that may be picked, likeliest first.
     """
@@ -54,11 +57,13 @@ class Sampler:
 
     def pick(self, logits: torch.Tensor) -> int:
         """A token by its `logits` `[vocab]`."""
-        if self._temperature == 0.0:
+        if self._temperature < LEAST_TEMPERATURE:
             return int(logits.argmax())
         shares, order = torch.softmax(logits.float() / self._temperature, dim=-1).sort(descending=True, stable=True)
         before = shares.cumsum(-1) - shares
-        shares = torch.where(before < self._top_p, shares, 0.0)
+        is_in = before < self._top_p
+        is_in[0] = True  # the likeliest, whatever `top_p` is
+        shares = torch.where(is_in, shares, 0.0)
         return int(order[torch.multinomial(shares, 1, generator=self._random)])
 
 

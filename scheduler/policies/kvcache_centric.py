@@ -1,8 +1,9 @@
 """The first token as early as the whole cluster's cache allows: where a prefix lies, or where it can be brought to.
 
 This is the idea of Algorithm 1 of the Mooncake paper (FAST 2025), with three differences: times overlap where the work
-does (a pull runs while its request waits), a pull must be worth it in seconds as well as in length, and a source's own
-traffic counts. A pulled prefix stays where it was pulled to, so hot prefixes spread with the load.
+does (a pull runs while its request waits), a pull must be worth it in seconds as well as in length, and a source's disk
+and traffic count, also what it hands over to be decoded. A pulled prefix stays where it was pulled to, so hot prefixes
+spread with the load.
 """
 
 from typing import ClassVar

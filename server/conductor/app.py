@@ -1,5 +1,6 @@
 """The Conductor over HTTP: paths, bodies, statuses; what they mean is the service's."""
 
+import asyncio
 import hmac
 import logging
 from collections.abc import Awaitable, Callable, Mapping
@@ -33,6 +34,7 @@ log = logging.getLogger("cairn.conductor")
 
 GUARDED: Final = "/v1/"
 OCTETS: Final = "application/octet-stream"
+BODY_S: Final = 30.0  # that a body may take to come
 TELL_BYTES: Final = 1 << 20  # of a body that is no prompt
 encode = msgspec.json.Encoder().encode
 
@@ -138,16 +140,20 @@ def create_app(service: ConductorService) -> ASGIApp:
 
 
 async def body_of(request: Request, most_bytes: int) -> bytes:
-    """Raises Problem over `most_bytes`."""
+    """Raises Problem over `most_bytes`, and for one that does not come."""
     announced = request.headers.get("content-length", "0")
     if announced.isdigit() and int(announced) > most_bytes:
         raise Problem(413, f"a body of {announced} bytes; at most {most_bytes} here")
     chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > most_bytes:
-            raise Problem(413, f"a body has at most {most_bytes} bytes here")
-        chunks.append(chunk)
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > most_bytes:
+                    raise Problem(413, f"a body has at most {most_bytes} bytes here")
+                chunks.append(chunk)
+    except TimeoutError as error:
+        raise Problem(408, f"the body did not come within {BODY_S:g} s") from error
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 

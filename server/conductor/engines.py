@@ -1,13 +1,17 @@
 """Follows the engines that publish what they cache, each into its holder of the index."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from scheduler.index import PrefixIndex
 from server.conductor.chains import Scheme
 from server.conductor.engine_blocks import EngineBlocks
 from server.conductor.engine_events import EngineEvents
+
+log = logging.getLogger("cairn.conductor.engines")
 
 
 class Publisher(NamedTuple):
@@ -19,11 +23,15 @@ class Publisher(NamedTuple):
 
 
 class EngineViews:
-    """One follower for each engine that was named; `holder` gives a holder's number."""
+    """One follower for each engine that was named; `holder` gives a holder's number, `crashed` hears of an invariant
+    that is broken."""
 
-    def __init__(self, index: PrefixIndex, holder: Callable[[str], int]) -> None:
+    def __init__(
+        self, index: PrefixIndex, holder: Callable[[str], int], crashed: Callable[[BaseException], None]
+    ) -> None:
         self._index = index
         self._holder = holder
+        self._crashed = crashed
         self._publishers: dict[str, Publisher] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -40,7 +48,9 @@ class EngineViews:
         view.start()
         self._publishers[name] = publisher
         self.views[name] = view
-        self._tasks[name] = asyncio.get_running_loop().create_task(view.run())
+        task = asyncio.get_running_loop().create_task(view.run())
+        task.add_done_callback(partial(self._ended, view))
+        self._tasks[name] = task
 
     def drop(self, name: str) -> None:
         """It is followed no more, and what it had is forgotten."""
@@ -54,6 +64,16 @@ class EngineViews:
         task.add_done_callback(self._ending.discard)
         task.cancel()
         self._index.forget(self._holder(f"engine:{name}"))
+
+    def _ended(self, view: EngineEvents, task: asyncio.Task[None]) -> None:
+        """By what nobody thought of: what it knows grows old from now on, so it is nothing."""
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, AssertionError):
+            self._crashed(error)
+        elif error is not None:
+            log.error("engine %s is followed no more", view.name, exc_info=error)
+            view.blocks.forget()
+            view.blocks.missed()
 
     def scheme(self, name: str) -> Scheme | None:
         """What its blocks are called, by what it told of their size; None where it did not say."""

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Set
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -94,8 +95,9 @@ class NodeView:
 
 class NodeViews:
     """A follower for each node that was named, by an instance or in the settings. `holder` gives a holder's number;
-    `named` says which nodes are named now: others are dropped once they are out of reach for too long. `joined` hears
-    of a node whose cluster is known by now."""
+    `named` says which nodes are named now: others are dropped once they are out of reach for too long, and `gone` hears
+    of their holders. `joined` hears of a node whose cluster is known by now, `crashed` of an invariant that is broken.
+    """
 
     def __init__(
         self,
@@ -108,6 +110,8 @@ class NodeViews:
         most_blocks: int,
         named: Callable[[], Set[str]],
         joined: Callable[[str], None],
+        gone: Callable[[str], None],
+        crashed: Callable[[BaseException], None],
     ) -> None:
         self._index = index
         self._holder = holder
@@ -117,6 +121,8 @@ class NodeViews:
         self._most_blocks = most_blocks
         self._named = named
         self._joined = joined
+        self._gone = gone
+        self._crashed = crashed
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.views: dict[str, NodeView] = {}
         self.addresses: dict[str, str] = {}
@@ -150,6 +156,7 @@ class NodeViews:
             else:
                 self._tasks.pop(name).cancel()
                 del self.views[name], self.addresses[name]
+                self._gone(holder_of(name))
 
     async def close(self) -> None:
         for task in self._tasks.values():
@@ -160,7 +167,19 @@ class NodeViews:
         former = self._tasks.get(name)
         if former is not None:
             former.cancel()
-        self._tasks[name] = asyncio.get_running_loop().create_task(self._follow(self.views[name], former))
+        task = asyncio.get_running_loop().create_task(self._follow(self.views[name], former))
+        task.add_done_callback(partial(self._ended, self.views[name]))
+        self._tasks[name] = task
+
+    def _ended(self, view: NodeView, task: asyncio.Task[None]) -> None:
+        """By what nobody thought of: what it knows grows old from now on, so it is nothing. `look` begins anew."""
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, AssertionError):
+            self._crashed(error)
+        elif error is not None:
+            log.error("node %s is followed no more", view.name, exc_info=error)
+            view.forget()
+            view.failure, view.changed_s = f"{type(error).__name__}: {error}", time.monotonic()
 
     async def _follow(self, view: NodeView, former: asyncio.Task[None] | None) -> None:
         if former is not None:

@@ -27,7 +27,7 @@ from server.conductor.engines import EngineViews, Publisher
 from server.conductor.hints import Hints, Wanted
 from server.conductor.instances import Registration, registered, row, told
 from server.conductor.models import HeartbeatBody, InstanceBody, RouteQuery, StateBody
-from server.conductor.nodes import NodeViews
+from server.conductor.nodes import NodeViews, holder_of
 from server.conductor.settings import ConductorConfig, ConductorSettings, node_addresses, weights
 from server.rest.problems import Problem, invalid
 
@@ -70,8 +70,10 @@ class ConductorService:
             most_blocks=settings.index_blocks,
             named=self._named_nodes,
             joined=self._joined,
+            gone=self.conductor.release,
+            crashed=self.crashed,
         )
-        self.engines = EngineViews(self.index, self.conductor.holder)
+        self.engines = EngineViews(self.index, self.conductor.holder, self.crashed)
         self.hints = Hints(self.index, self.nodes, settings.node_token, settings.node_ca_file, most=settings.hints)
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._schemes: dict[str, tuple[Scheme, ...]] = {}
@@ -143,8 +145,7 @@ class ConductorService:
             if refusal is not None:
                 self.counts.refusals[refusal.reason.value] += 1
             return refusal
-        if body.state == "finished":
-            self._measure(request, now)
+        if body.state == "finished":  # perhaps without a word of its first token, as of an answer that is no stream
             self.hints.consumed(request, now)
             self.conductor.finished(request, now)
             return None
@@ -166,7 +167,11 @@ class ConductorService:
                 parse_address(body.node_address)
             except ConfigError as error:
                 raise invalid("node_address", str(error)) from error
-        made = registered(body, self.registrations.get(body.name), now)
+        former = self.registrations.get(body.name)
+        if former is not None and former.body.address != body.address:
+            was, name = former.body.address, body.name
+            log.warning("%s was at %s, is at %s now: started anew, or two have one name", name, was, body.address)
+        made = registered(body, former, now)
         view = self.nodes.views.get(body.node)
         made.is_node_alone = view is not None and bool(view.is_alone)
         try:
@@ -302,8 +307,11 @@ class ConductorService:
 
     def _forget(self, name: str) -> None:
         """An instance that the policy has forgotten already."""
-        del self.registrations[name]
+        gone = self.registrations.pop(name)
         self.engines.drop(name)
+        self.conductor.release(f"engine:{name}")
+        if gone.body.node not in self.nodes.views and gone.body.node not in self._named_nodes():
+            self.conductor.release(holder_of(gone.body.node))
         self._gather_schemes()
 
     def _follow_engine(self, made: Registration) -> None:
@@ -352,10 +360,14 @@ class ConductorService:
 
     async def _tick(self) -> None:
         silent_s = MISSED_BEATS * self.config.conductor.heartbeat
-        observed_s = time.monotonic()
+        pause_s = min(TICK_S, self.config.conductor.heartbeat / 2)
+        observed_s = now = time.monotonic()
         while True:
-            await asyncio.sleep(min(TICK_S, self.config.conductor.heartbeat / 2))
+            due_s = now + pause_s
+            await asyncio.sleep(pause_s)
             now = time.monotonic()
+            for member in self.conductor.fleet.members.values():
+                member.seen_s = min(now, member.seen_s + max(0.0, now - due_s))  # nobody was heard in that time
             ended = self.conductor.tick(now, silent_s)
             for name in ended.silent:
                 log.warning("instance %s said nothing for %.1f s: it is gone", name, silent_s)

@@ -204,11 +204,12 @@ class Generator:
             while not is_stopped:
                 is_stopped = not self._read_inbox()
                 self._start_next()
+                self._prefill_some()
                 try:
-                    self._prefill_some()
                     self._step()
                 except ComputeFailed as error:
-                    self._give_up(str(error))
+                    lost, self._batch = self._batch, []  # nobody knows for which of them it computed
+                    self._lose(lost, str(error))
         finally:
             left = [*self._ready, *self._batch, *([self._prefilling] if self._prefilling else [])]
             for job in left:
@@ -283,6 +284,8 @@ class Generator:
         return len(self._batch) < self._limits.batch and taken + job.most_tokens <= self._limits.tokens
 
     def _prefill_some(self) -> None:
+        from engine_client.adapters.batching import ComputeFailed
+
         for _ in range(self._limits.chunks_per_step if self._batch else 1):
             job = self._prefilling
             if job is None:
@@ -293,6 +296,11 @@ class Generator:
                 log.warning("a loaded prefix was lost, and is computed: %s", error)
                 self._prefilling = None
                 self._ask_store(job, is_to_load=False)
+                return
+            except ComputeFailed as error:
+                self._prefilling = None
+                self._close(job)
+                self._lose([job], str(error))
                 return
             if token is not None:
                 self._prefilling = None
@@ -332,14 +340,9 @@ class Generator:
         self._batch = going
         self._tell(events)
 
-    def _give_up(self, message: str) -> None:
-        """The model failed: nobody knows for which of those it computed."""
+    def _lose(self, jobs: list[Job], message: str) -> None:
         log.error("the model failed: %s", message)
-        lost, self._batch = self._batch, []
-        if self._prefilling is not None:
-            self._close(self._prefilling)
-            lost, self._prefilling = [*lost, self._prefilling], None
-        self._tell([(job, Ended("error", message)) for job in lost])
+        self._tell([(job, Ended("error", message)) for job in jobs])
 
     def _close(self, job: Job) -> None:
         self._in_pool(lambda: self._engine.close(job.running))

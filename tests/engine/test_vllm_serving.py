@@ -3,7 +3,6 @@
 Runs where CAIRN_VLLM says how to start vLLM's OpenAI server; see tests/vllm_engines.py.
 """
 
-import asyncio
 import json
 import random
 import subprocess
@@ -22,7 +21,7 @@ from tests import vllm_engines
 from tests.system.cairn_process import REPO, clean_environ
 from tests.system.nodes import until
 from tests.system.serving import CONDUCTOR, GATEWAY, Service, free_ports
-from tests.vllm_engines import BLOCK_TOKENS, MODEL, Registrar, VllmServer
+from tests.vllm_engines import BLOCK_TOKENS, MODEL, START_S, Registrar, VllmServer
 
 pytestmark = [
     pytest.mark.engine,
@@ -184,8 +183,8 @@ def test_answers_through_the_gateway_are_those_of_vllm_itself(front, servers, is
 def test_what_vllm_refuses_reaches_the_client_as_it_is(front, servers):
     for url in (servers[0].url, front.gateway.url):
         with pytest.raises(openai.BadRequestError) as caught:
-            completed(url, ids(5000, seed=2))
-        assert "4096" in str(caught.value)
+            completed(url, ids(3000, seed=2))
+        assert "2048" in str(caught.value)
         with pytest.raises(openai.NotFoundError), client_of(url) as client:
             client.completions.create(model="another", prompt="x")
 
@@ -258,13 +257,20 @@ def test_requests_go_where_their_prefix_is(tmp_path, fresh):
 
 
 def test_calibration_fits_a_server(fresh):
-    words = ["--json", "conductor", "calibrate", fresh[0].url, "--max-tokens", "2048", "--max-batch", "4"]
-    words += ["--repeats", "1", "--steps", "16", "--vocabulary", "2000"]
+    words = ["--json", "conductor", "calibrate", fresh[0].url, "--max-tokens", "1024", "--max-batch", "4"]
+    words += ["--repeats", "2", "--steps", "16", "--vocabulary", "2000"]
     outcome = subprocess.run(
         [sys.executable, "-m", "server.cli", *words], cwd=REPO, env=clean_environ(), capture_output=True, text=True
     )
-    print(outcome.stdout, outcome.stderr)
-    assert outcome.returncode != 0, "ids of 1000 and more are not in this model's vocabulary"
+    assert outcome.returncode == 0, outcome.stderr
+    found = json.loads(outcome.stdout)
+    print(json.dumps(found, indent=1))
+    cached = {(tokens, cached) for tokens, cached, _ in found["samples"]["prefill"]}
+    assert cached >= {(1024, 0), (1024, 512), (1024, 896), (64, 32)}, "vLLM says what it found in its cache"
+    assert {batch for batch, _, _ in found["samples"]["decode"]} == {1, 2, 4}
+    base_s, per_token_s, *_ = found["prefill"]
+    assert base_s + per_token_s > 0
+    assert found["decode"][0] > 0
 
 
 def test_a_server_that_is_started_again_has_nothing(front, servers):
@@ -286,19 +292,76 @@ def test_a_server_that_is_started_again_has_nothing(front, servers):
 # Prefill and decode apart
 
 
-@pytest.fixture(scope="module")
-def apart(folder: Path) -> Iterator[list[VllmServer]]:
-    port = free_ports(6)
+@pytest.fixture(scope="module", params=["folder", "nixl"])
+def apart(request: pytest.FixtureRequest, folder: Path) -> Iterator[list[VllmServer]]:
+    """A server for prefill and one for decode that hand KV over."""
+    transfer: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    if request.param == "folder":
+        transfer |= {"kv_connector": "FolderConnector", "kv_connector_module_path": "tests.vllm_folder_connector"}
+        transfer |= {"kv_connector_extra_config": {"path": str(folder / "kv")}}
+    options = {"--kv-transfer-config": json.dumps(transfer)}
+    port = free_ports(8)
     made = []
-    for at, (name, is_silent) in enumerate({"p": False, "d": False}.items()):
-        transfer = {"kv_connector": "FolderConnector", "kv_connector_module_path": "tests.vllm_folder_connector"}
-        transfer |= {"kv_role": "kv_both", "kv_connector_extra_config": {"path": str(folder / "kv")}}
-        options = {"--kv-transfer-config": json.dumps(transfer)}
-        made.append(VllmServer(folder, name, port + 3 * at, options, {"PYTHONPATH": str(REPO)}))
+    for at, role in enumerate(("prefill", "decode")):
+        environ = {"PYTHONPATH": str(REPO), "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port + 6 + at)}
+        made.append(VllmServer(folder, f"{role}-{request.param}", port + 3 * at, options, environ))
     try:
         for server in made:
             server.begin()
-        yield [server.wait() for server in made]
+        for server in made:
+            until(lambda: server.is_healthy() or not server.is_alive, f"{server.name} to start", START_S)
+            if "NIXL is not available" in server.log:
+                pytest.skip("NIXL is not installed beside vLLM")
+            server.wait()
+        yield made
     finally:
         for server in made:
             server.kill()
+
+
+def roles_of(pair: list[VllmServer]) -> list[tuple[VllmServer, dict[str, Any]]]:
+    return list(zip(pair, ({"role": "prefill"}, {"role": "decode"}), strict=True))
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
+def test_prefill_and_decode_apart_answer_as_one(tmp_path, apart, is_stream):
+    prefill, decode = apart
+    for server in apart:
+        server.reset_cache()
+    front = Front(tmp_path / "front", roles_of(apart))
+    name = "vllm:external_prefix_cache_hits_total"
+    try:
+        before = decode.metric(name)
+        for prompt in (ids(200, seed=50 + is_stream), ids(20, seed=52), ids(64, seed=53 + is_stream)):
+            text, made, usage = completed(front.gateway.url, prompt, is_stream=is_stream)
+            assert cached_in(usage) == 0, "the prefill computed it all"
+            assert len(made) == MOST
+            decode.reset_cache()
+            assert (text, made) == completed(decode.url, prompt)[:2]
+        assert decode.metric(name) - before >= 192 + 32, "KV came from the prefill"
+        chat = chatted(front.gateway.url, MESSAGES, is_stream=is_stream)
+        decode.reset_cache()
+        assert chat == chatted(decode.url, MESSAGES)
+        prompt = ids(300, seed=60 + is_stream)
+        completed(front.gateway.url, prompt)
+        for server in apart:
+            front.until_known(server.name, prompt, 288) if server is prefill else None
+        assert cached_in(completed(front.gateway.url, prompt, is_stream=is_stream)[2]) == 288, "the prefill's"
+        assert front.gateway.metric("cairn_gateway_retries_total") == 0
+        assert front.is_exact()
+    finally:
+        front.close()
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
+def test_a_prefill_that_hands_over_nothing_costs_time_and_no_answer(tmp_path, fresh, is_stream):
+    """Servers without a connector: the prefill's answer has no kv_transfer_params, so the decode computes the prompt."""
+    front = Front(tmp_path / "front", roles_of(fresh))
+    try:
+        for prompt in (ids(200, seed=70), TEXT):
+            expected = completed(fresh[0].url, prompt)
+            assert completed(front.gateway.url, prompt, is_stream=is_stream)[:2] == expected[:2]
+        assert chatted(front.gateway.url, MESSAGES, is_stream=is_stream) == chatted(fresh[0].url, MESSAGES)
+        assert front.gateway.metric("cairn_gateway_retries_total") == 0
+    finally:
+        front.close()

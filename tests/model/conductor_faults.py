@@ -240,14 +240,20 @@ ESTIMATE_FAULTS = [
     Fault(
         "what an instance says is on top of what was sent",
         FLEET,
-        "        others = said - sum(work.computed for work in self.prefilling.values())\n",
-        "        others = said\n",
+        "self._seconds(said - sum(work.tokens for work in self.prefilling.values()))",
+        "self._seconds(said)",
     ),
     Fault(
         "a queue is one long prompt",
         FLEET,
-        "return computed * seconds / tokens if tokens else self.instance",
+        "return queued * seconds / tokens if tokens else self.instance",
         "return self.instance",
+    ),
+    Fault(
+        "cached tokens that an instance counts are of others",
+        FLEET,
+        "self._seconds(said - sum(work.tokens for",
+        "self._seconds(said - sum(work.computed for",
     ),
     Fault(
         "whoever goes sets the front back",
@@ -360,12 +366,9 @@ ESTIMATE_FAULTS = [
     ),
     Fault(
         "one model's waiting is another's",
-        CONDUCTOR,
-        "self.fair = FairShare(tuning.weights, tuning.fair_slack)\n",
-        "self.fair = FairShare(tuning.weights, tuning.fair_slack)\n"
-        "        self.fair._waiting = type('One', (dict,), {'setdefault': lambda s, k, d: dict.setdefault(s, '', d),"
-        " 'get': lambda s, k, d: dict.get(s, '', d), '__getitem__': lambda s, k: dict.__getitem__(s, ''),"
-        " '__delitem__': lambda s, k: dict.__delitem__(s, '')})()\n",
+        FAIR,
+        "        tenants = self._waiting.get(model, {})\n",
+        "        tenants = {name: one for many in self._waiting.values() for name, one in many.items()}\n",
     ),
     Fault(
         "the last of a tenant's requests takes all",

@@ -513,6 +513,14 @@ class TestQueues:
         made.heartbeat("p0", Load(1.0, 10_000, 0, 0), 1.0)
         assert made.fleet.members["p0"].queue_s(1.0) == pytest.approx(10.0)
 
+    def test_an_instance_that_counts_cached_tokens_too_has_no_more_to_do(self) -> None:
+        made = conductor("prefix_affinity", prefills=1)
+        holds(made, "p0", names(1, 16))
+        for _ in range(3):
+            assert routed(made, request(16)).cached_tokens == 16 * BLOCK
+        made.heartbeat("p0", Load(0.0, 3 * 1034, 0, 0), 0.0)
+        assert made.fleet.members["p0"].queue_s(0.0) == pytest.approx(3 * PREFILL.seconds(10, 0), abs=0.01)
+
     def test_who_leaves_the_queue_does_not_set_its_front_back(self) -> None:
         made = conductor("least_loaded", prefills=1)
         for _ in range(2):

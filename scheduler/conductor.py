@@ -94,6 +94,14 @@ class Conductor:
             self.index.release(name)
             self.fleet.generation += 1
 
+    def isolate(self, name: str, *, is_alone: bool) -> None:
+        """Whether nothing can be pulled from a node: one in no cluster keeps what it has to itself."""
+        number = self.holder(name)
+        if is_alone:
+            self._nodes.pop(name, None)
+        else:
+            self._nodes[name] = number
+
     def heartbeat(self, name: str, load: Load, now: float) -> None:
         """What an instance says of itself. KeyError for one that is not registered."""
         self.fleet.members[name].heard(load, now)
@@ -164,12 +172,12 @@ class Conductor:
         member = self.fleet.members.get(work.decode)
         if member is None or work.prefill == work.decode:
             return None
-        tbt_s = member.step_s(is_present=True)
-        reason = self.admission.on_decode(tbt_s, self.slo.tbt_s)
+        tbt_s, limit_s = member.step_s(is_present=True), max(self.slo.tbt_s, member.alone_s(work.context))
+        reason = self.admission.on_decode(tbt_s, limit_s)
         if reason is None:
             return None
         self._end(request, now, is_finished=False)
-        retry_s = decodes.decode_s * (1 - self.slo.tbt_s / tbt_s)
+        retry_s = decodes.decode_s * (1 - limit_s / tbt_s)
         return Refusal(request, reason, _bounded(retry_s), 0.0, tbt_s)
 
     def finished(self, request: str, now: float) -> None:
@@ -241,20 +249,24 @@ class Conductor:
         return there if there.ttft_s <= choice.ttft_s * (1 + self.tuning.session_slack) else choice
 
     def _refusal(self, request: Request, draft: Draft, now: float) -> Refusal | None:
+        """A limit that an idle fleet could not keep either is what the idle fleet would do: else nobody ever could."""
         share = self.tuning.low_priority_share if request.priority < 0 else 1.0
         waited_s = now - request.arrived_s
         decodes = self._pools.decode(request.model, draft.prefill.instance.group)
+        context = request.tokens + request.output_tokens
+        idle_s = draft.choice.transfer_s + draft.choice.prefill_s
         prospect = Prospect(
             now=now,
             ttft_s=waited_s + draft.choice.ttft_s,
             first_token_s=now + draft.choice.ttft_s,
             tbt_s=draft.tbt_s,
-            ttft_limit_s=self.slo.ttft_s * share,
-            tbt_limit_s=self.slo.tbt_s * share,
+            context=context,
+            ttft_limit_s=max(self.slo.ttft_s * share, idle_s),
+            tbt_limit_s=max(self.slo.tbt_s * share, draft.decode.alone_s(context)),
         )
         reason = self.admission.on_arrival(prospect, decodes)
         late_s = draft.choice.ttft_s - prospect.ttft_limit_s
-        is_busy = prospect.ttft_s > self.tuning.fair_from * prospect.ttft_limit_s
+        is_busy = request.priority <= 0 and prospect.ttft_s > self.tuning.fair_from * prospect.ttft_limit_s
         if request.deadline_s is not None and prospect.first_token_s > request.deadline_s:
             reason = Reason.TTFT
             late_s = max(late_s, prospect.first_token_s - request.deadline_s)

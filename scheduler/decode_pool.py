@@ -44,9 +44,11 @@ class DecodePool:
         """How long a request decodes, as a mean."""
         return self._decode_s
 
-    def present_tbt_s(self) -> float:
-        """The mean step of those that decode now; what is still being prefilled does not count."""
-        return _average(member.step_s(is_present=True) for member in self.members)
+    def present_tbt_s(self, context: int) -> float:
+        """The shortest step with one more sequence of that many tokens, if it came now: what is still being prefilled
+        does not count."""
+        steps = (member.step_s(more=1, context=context, is_present=True) for member in self.members)
+        return min(steps, default=0.0)
 
     def tbt_s_at(self, when_s: float, now: float) -> float:
         """The mean step then, if each request decodes as long as the mean: who came within that time is there.

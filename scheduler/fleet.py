@@ -164,6 +164,10 @@ class Member:
             batch, tokens = batch + len(self.arriving.works), tokens + self.arriving.context
         return self.instance.decode.seconds(batch, tokens)
 
+    def alone_s(self, context: int) -> float:
+        """A decode step of one sequence with nobody beside it."""
+        return self.instance.decode.seconds(1, context)
+
     def has_room(self, context: int) -> bool:
         """Whether it can hold this many more tokens, and one more sequence."""
         at_most, sequences = self.instance.decode_tokens, self.instance.decode_batch

@@ -34,7 +34,8 @@ class Request:
     """One prompt that wants an answer.
 
     tokens: of the prompt. chains: its blocks, for each way in which the model's holders name them; may be empty.
-    output_tokens: how many are expected at most. priority: larger goes first; 0 is usual.
+    output_tokens: how many are expected at most. priority: below 0
+    is refused first, above 0 is not held to its tenant's share; 0 is usual.
     deadline_s: when an answer that has not begun is of no use any more; None: the fleet's TTFT SLO decides.
     """
 

@@ -14,6 +14,7 @@ class Prospect(NamedTuple):
     ttft_s: float
     first_token_s: float
     tbt_s: float
+    context: int  # tokens at its end
     ttft_limit_s: float
     tbt_limit_s: float
 

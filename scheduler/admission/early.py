@@ -19,7 +19,7 @@ class EarlyRejection:
     def on_arrival(self, prospect: Prospect, pool: DecodePool) -> Reason | None:
         if prospect.ttft_s > prospect.ttft_limit_s:
             return Reason.TTFT
-        return Reason.TBT if pool.present_tbt_s() > prospect.tbt_limit_s else None
+        return Reason.TBT if pool.present_tbt_s(prospect.context) > prospect.tbt_limit_s else None
 
     def on_decode(self, tbt_s: float, tbt_limit_s: float) -> Reason | None:
         return Reason.TBT if tbt_s > tbt_limit_s else None

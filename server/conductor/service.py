@@ -27,7 +27,7 @@ from server.conductor.engines import EngineViews, Publisher
 from server.conductor.hints import Hints, Wanted
 from server.conductor.instances import Registration, registered, row, told
 from server.conductor.models import HeartbeatBody, InstanceBody, RouteQuery, StateBody
-from server.conductor.nodes import NodeViews, holder_of
+from server.conductor.nodes import NodeViews, holder_of, holder_of
 from server.conductor.settings import ConductorConfig, ConductorSettings, node_addresses, weights
 from server.rest.problems import Problem, invalid
 
@@ -345,6 +345,7 @@ class ConductorService:
 
     def _joined(self, node: str) -> None:
         is_alone = bool(self.nodes.views[node].is_alone)
+        self.conductor.isolate(holder_of(node), is_alone=is_alone)
         for name, found in self.registrations.items():
             if found.body.node == node and found.is_node_alone is not is_alone:
                 found.is_node_alone = is_alone

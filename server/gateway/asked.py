@@ -6,12 +6,17 @@ from typing import Any, Final
 
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
+LIMITS: Final = ("max_completion_tokens", "max_tokens")  # the first that is there counts
 TEXT_LENGTH: Final = 256
 MOST_PRIORITY: Final = 1000
 MOST_DEADLINE_MS: Final = 86_400_000.0
 MOST_OUTPUT: Final = 1 << 30
-NOT_FOR_CLIENTS: Final = frozenset(  # priority goes to the Conductor; the others tell engines where to fetch KV from
-    {"priority", "kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room"}
+NOT_FOR_CLIENTS: Final = frozenset(
+    {
+        "priority",  # goes to the Conductor
+        *("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room"),  # where to fetch KV from
+        *("rid", "request_id"),  # what engines call a request: another client's may be called so
+    }
 )
 
 
@@ -81,7 +86,7 @@ class Asked:
     @property
     def output_tokens(self) -> int | None:
         """How many are wanted at most; None: not said."""
-        for name in ("max_completion_tokens", "max_tokens"):
+        for name in LIMITS:
             most = self.body.get(name)
             if isinstance(most, int) and 1 <= most <= MOST_OUTPUT:
                 return most
@@ -96,13 +101,15 @@ def asked(path: str, body: Any, headers: Mapping[str, str], *, request_id: str, 
     if not isinstance(body, dict):
         raise Refused(400, "the body must be a JSON object")
     model = body.get("model")
-    if not isinstance(model, str) or not 1 <= len(model) <= TEXT_LENGTH:
+    if not isinstance(model, str) or not 1 <= len(model) <= TEXT_LENGTH or not _is_text(model):
         raise Refused(400, "a model must be named", param="model")
     needed = "messages" if path == CHAT else "prompt"
     if not isinstance(body.get(needed), list if path == CHAT else (list, str)) or body[needed] == []:
         raise Refused(400, f"there is no {needed}", param=needed)
     if not isinstance(body.get("stream"), bool | None):
         raise Refused(400, "stream is true or false", param="stream")
+    if any(isinstance(body.get(name), bool) for name in LIMITS):
+        raise Refused(400, "a number of tokens is a number", param=LIMITS[-1])
     priority = _number(headers.get("x-priority", body.get("priority")), "priority", MOST_PRIORITY)
     deadline_ms = _number(headers.get("x-deadline-ms"), "X-Deadline-Ms", MOST_DEADLINE_MS)
     session = headers.get("x-session-id") or body.get("prompt_cache_key") or ""
@@ -111,10 +118,19 @@ def asked(path: str, body: Any, headers: Mapping[str, str], *, request_id: str, 
         path=path,
         body={name: value for name, value in body.items() if name not in NOT_FOR_CLIENTS},
         tenant=tenant,
-        session=session[:TEXT_LENGTH] if isinstance(session, str) else "",
+        session=session[:TEXT_LENGTH] if isinstance(session, str) and _is_text(session) else "",
         priority=int(priority or 0),
         deadline_s=None if deadline_ms is None else now + max(0.0, deadline_ms) / 1000,
     )
+
+
+def _is_text(text: str) -> bool:
+    """Not so where a half of a surrogate pair stands alone, which JSON can say and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _number(value: Any, name: str, most: float) -> float | None:
@@ -122,7 +138,7 @@ def _number(value: Any, name: str, most: float) -> float | None:
         return None
     try:
         number = float(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise Refused(400, f"{name} is a number", param=name) from error
     if not -most <= number <= most:
         raise Refused(400, f"{name} is at most {most:g}", param=name)

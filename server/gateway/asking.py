@@ -26,6 +26,7 @@ SUSPECT_S: Final = 5.0  # that an instance which failed comes last, where no Con
 DOWN_S: Final = 3.0  # that one which does not listen is not asked for: so long a Conductor takes to miss it
 BYTES_PER_TOKEN: Final = 4  # of text, where nobody counts tokens
 MOST_EXCLUDED: Final = 64
+TOO_LARGE: Final = 413
 NO_INSTANCE: Final = "no_instance"
 REMEMBER_S: Final = 5.0  # that instances count as there when a Conductor knows none: it may be new, they are not
 
@@ -106,6 +107,8 @@ class Asking:
                     if exclude or refused.code != NO_INSTANCE or not self.of_model(wanted.model):
                         raise refused
                     return self._fall_back(wanted, exclude)  # it has just started, and they will register again
+                if answer.status == TOO_LARGE:  # to be refused, or large prompts would go past its admission
+                    raise Refused(TOO_LARGE, "the prompt is too long for the Conductor", code="context_length_exceeded")
                 log.warning("the Conductor answers a route with %d: %s", answer.status, answer.body[:200])
                 if answer.status >= 500:
                     self._mark(is_up=False, why=f"it answers with {answer.status}")

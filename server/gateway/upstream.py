@@ -98,7 +98,7 @@ class Upstream:
             max_line_size=LINE_BYTES,
             max_field_size=LINE_BYTES,
         )
-        self._broken: Errors = (self._http.ClientError, OSError)
+        self._broken: Errors = (self._http.ClientError, OSError, UnicodeError)  # the last: a host that is no name
 
     async def close(self) -> None:
         """Close all connections; what is under way on them fails with PeerLost."""
@@ -155,7 +155,8 @@ class Upstream:
 
     def _translated(self, error: BaseException, url: str) -> TransportError:
         said = f"{url}: {str(error) or type(error).__name__}"
-        never_sent = (self._http.ClientConnectorError, self._http.ConnectionTimeoutError, self._http.InvalidURL)
+        http = self._http
+        never_sent = (http.ClientConnectorError, http.ConnectionTimeoutError, http.InvalidURL, UnicodeError)
         return ConnectFailed(said) if isinstance(error, never_sent) else PeerLost(said)
 
 

@@ -10,17 +10,20 @@ from uuid import uuid4
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.rest.http import connection_of
 from server.worker.jobs import Job
 from server.worker.openai_api import Answer, Asked, Piece, asked
 from server.worker.problems import Refused
 from server.worker.serving import Serving
 
 BODY_BYTES: Final = 64 << 20
+BODY_S: Final = 60.0  # that a body may take to come
+TAKE_S: Final = 60.0  # that a client may take for a piece of a stream
 OPEN_PATHS: Final = frozenset({"/health", "/metrics"})
 DONE: Final = b"data: [DONE]\n\n"
 Result = TypeVar("Result")
@@ -144,15 +147,23 @@ class Routes:
 
 
 class Stream(StreamingResponse):
-    """Server-sent events; `left` is called whatever becomes of them."""
+    """Server-sent events; `left` is called whatever becomes of them. Who takes none for TAKE_S is hung up on."""
 
     def __init__(self, events: AsyncIterator[bytes], left: Callable[[], None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         self._left = left
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def sent(message: Message) -> None:
+            async with asyncio.timeout(TAKE_S):
+                await send(message)
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, sent)
+        except (TimeoutError, ClientDisconnect):
+            connection = connection_of(scope)
+            if connection is not None:
+                await connection.abort()
         finally:
             self._left()
 
@@ -179,14 +190,17 @@ async def _gone(request: Request) -> None:
 
 async def _json(request: Request) -> Any:
     body = bytearray()
-    async with aclosing(request.stream()) as parts:
-        async for part in parts:
-            body += part
-            if len(body) > BODY_BYTES:
-                raise Refused(413, f"a body has at most {BODY_BYTES} bytes")
+    try:
+        async with asyncio.timeout(BODY_S), aclosing(request.stream()) as parts:
+            async for part in parts:
+                body += part
+                if len(body) > BODY_BYTES:
+                    raise Refused(413, f"a body has at most {BODY_BYTES} bytes")
+    except TimeoutError as error:
+        raise Refused(408, f"the body did not come within {BODY_S:g} s") from error
     try:
         return json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is not JSON: {error}") from error
 
 

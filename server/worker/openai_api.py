@@ -84,6 +84,7 @@ def asked(body: Any, *, is_chat: bool, model: str) -> Asked:
         raise field_is_wrong(limit, "1 where another worker decodes")
     seed = _number(body, "seed", int, -(1 << 63), (1 << 63) - 1)
     options = _options(body)
+    handed_seed = _number(transfer, "seed", int, -(1 << 63), (1 << 63) - 1)
     temperature = _number(body, "temperature", float, 0, 100)
     top_p = _number(body, "top_p", float, 0, 1)
     return Asked(
@@ -93,7 +94,7 @@ def asked(body: Any, *, is_chat: bool, model: str) -> Asked:
         max_tokens=1 if hands_over else max_tokens if max_tokens is not None or is_chat else COMPLETION_TOKENS,
         temperature=1.0 if temperature is None else float(temperature),
         top_p=1.0 if top_p is None else float(top_p),
-        seed=int(transfer["seed"]) if seed is None and isinstance(transfer.get("seed"), int) else seed,
+        seed=handed_seed if seed is None else seed,
         stops=_stops(body),
         is_stream=_flag(body, "stream"),
         with_usage=_flag(options, "include_usage"),
@@ -101,7 +102,7 @@ def asked(body: Any, *, is_chat: bool, model: str) -> Asked:
         ignores_end=_flag(body, "ignore_eos"),
         hands_over=hands_over,
         takes_over=transfer.get("do_remote_prefill") is True,
-        first_token=transfer.get("first_token_id"),
+        first_token=_number(transfer, "first_token_id", int, -1, 1 << 32),
     )
 
 

@@ -43,23 +43,30 @@ class Registration:
         self._name = name
         self._upstream = Upstream()
         self._said: dict[str, Any] = {}
+        self._is_leaving = False
         self._may_be_known = False  # from the first word that may have come there
 
     async def run(self) -> None:
-        """Only ends by being cancelled."""
-        wait_s = LEAST_S
+        """Ends by being cancelled; or when it is to leave, and the Conductor does not know it any more."""
+        wait_s, heartbeat_s = LEAST_S, HEARTBEAT_S
         while True:
             try:
-                heartbeat_s = await self._register()
+                if not self._is_leaving:
+                    heartbeat_s = await self._register()
+                    if self._is_leaving:
+                        await self.leave()  # what was said of that may have come before
                 wait_s = LEAST_S
                 await self._keep_saying(heartbeat_s)
+                if self._is_leaving:
+                    return
             except (TransportError, ProtocolError) as error:
                 log.warning("the Conductor cannot be reached, next try in %g s: %s", wait_s, error)
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, MOST_S)
 
     async def leave(self) -> None:
-        """Tell the Conductor that nothing more should come."""
+        """Tell the Conductor that nothing more should come. From now on it is not registered again."""
+        self._is_leaving = True
         if self._may_be_known:
             try:
                 await self._ask("POST", f"/v1/instances/{self._name}/drain", None)
@@ -92,7 +99,7 @@ class Registration:
 
     async def _keep_saying(self, heartbeat_s: float) -> None:
         """Until there is something to register again. Raises TransportError, ProtocolError."""
-        while self._body() == self._said:
+        while self._is_leaving or self._body() == self._said:
             answer = await self._ask("POST", f"/v1/instances/{self._name}/heartbeat", self._beat())
             if answer.status == NOT_REGISTERED:
                 return

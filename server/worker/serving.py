@@ -59,7 +59,8 @@ class Serving:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._tokenizing, encode)
         except InvalidRequest as error:
-            raise Refused(400, str(error), param="messages", code="invalid_value") from error
+            name = "messages" if asked.is_chat else "prompt"
+            raise Refused(400, str(error), param=name, code="invalid_value") from error
 
     def begin(self, asked: Asked, tokens: list[int]) -> tuple[Job, int]:
         """A job that runs, and the seed that its tokens are drawn with. Raises Refused."""

@@ -82,7 +82,11 @@ class ModelTokens:
         self._chat = chat
 
     def encode(self, text: str) -> list[int]:
-        return list(self._encode(text, add_special_tokens=False))
+        """Raises InvalidRequest for half a character, as a surrogate by itself is."""
+        try:
+            return list(self._encode(text, add_special_tokens=False))
+        except (UnicodeError, TypeError) as error:
+            raise InvalidRequest(f"the tokenizer refuses the text: {error}") from error
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._decode(list(tokens), skip_special_tokens=True)

@@ -680,7 +680,7 @@ class TestDecodePools:
         made.remove("d0", 0.0)
         made.register(instance("d1", Role.DECODE, decode=DecodeCost(0.01, 0.0, 0.0)), 0.0)
         assert isinstance(made.route(request(), 0.0, exclude={"p0"}), Route)
-        made.register(instance("d1", Role.DECODE, decode=DecodeCost(1.0, 0.0, 0.0)), 0.0)
+        made.register(instance("d1", Role.DECODE, decode=DecodeCost(0.01, 1.0, 0.0)), 0.0)
         assert isinstance(made.route(request(), 0.0, exclude={"p0"}), Refusal)
 
 
@@ -735,15 +735,55 @@ class TestRetries:
         refusal = refused(made, request(deadline_s=2.0, start=7))
         assert refusal.retry_after_s == pytest.approx(11 * 1.044 - 2.0)
 
-    def test_what_an_idle_fleet_could_not_do_in_time_is_not_told_to_come_back_soon(self) -> None:
-        made = conductor(admission="early", slo=Slo(ttft_s=1.0))
-        assert refused(made, request()).retry_after_s == 60.0
+    def test_a_deadline_that_an_idle_fleet_cannot_meet_is_not_told_to_come_back_soon(self) -> None:
+        made = conductor(admission="early")
+        assert refused(made, request(deadline_s=0.5)).retry_after_s == 60.0
 
     def test_a_pool_that_decodes_too_slowly_is_empty_after_one_decode(self) -> None:
         made = conductor("least_loaded", "predictive", decodes=1, slo=Slo(tbt_s=0.01))
+        routed(made, request())
         refusal = refused(made, request())
         assert refusal.reason is Reason.TBT
         assert 1 <= refusal.retry_after_s <= 10.0
+
+
+@pytest.mark.parametrize("admission", ADMISSIONS)
+class TestLimitsThatNoIdleFleetKeeps:
+    """A request that nobody could ever serve in time is served as well as can be, when nothing is in its way."""
+
+    def test_a_prompt_too_long_for_the_slo_is_taken_by_an_idle_fleet_and_refused_by_a_busy_one(
+        self, admission: str
+    ) -> None:
+        made = conductor(admission=admission, prefills=1, slo=Slo(ttft_s=1.0))
+        routed(made, request())
+        if admission != "none":
+            assert refused(made, request(start=500)).reason is Reason.TTFT
+
+    def test_a_step_that_is_longer_than_the_slo_refuses_nobody_who_decodes_alone(self, admission: str) -> None:
+        made = conductor("least_loaded", admission, decodes=1, slo=Slo(tbt_s=0.001))
+        route = routed(made, request())
+        assert made.prefilled(route.request, 1.0) is None
+        made.finished(route.request, 2.0)
+        routed(made, request())
+
+
+def test_a_priority_above_the_usual_is_not_held_to_its_tenants_share() -> None:
+    made = conductor(admission="early", prefills=1, slo=Slo(ttft_s=20.0))
+    for turn in range(11):
+        routed(made, request(16, start=10_000 + 100 * turn, tenant="greedy"))
+    routed(made, request(16, start=20_000, tenant="modest"))
+    assert refused(made, request(16, start=21_000, tenant="greedy")).reason is Reason.FAIR_SHARE
+    routed(made, request(16, start=21_000, tenant="greedy", priority=1))
+
+
+def test_nothing_is_pulled_from_a_node_that_is_alone() -> None:
+    made = conductor(prefills=1)
+    holds(made, "a", names(1, 16))
+    made.isolate("node:a", is_alone=True)
+    assert routed(made, request()).pull is None
+    made.isolate("node:a", is_alone=False)
+    made.failed(next(iter(made.fleet.works)), 0.0)
+    assert routed(made, request()).pull is not None
 
 
 def test_models_that_nobody_serves_leave_nothing_behind() -> None:

@@ -165,19 +165,17 @@ class Conductor:
         work = self.fleet.works.get(request)
         if work is None or work.prefilled_s is not None:
             return None
-        decodes = self._pools.decode(work.model, work.group)
-        decodes.prefilled(work, now)
         self.fleet.prefilled(request, now)
         self.fair.take(work.model, work.tenant, work.prefill_s)
         member = self.fleet.members.get(work.decode)
         if member is None or work.prefill == work.decode:
             return None
-        tbt_s, limit_s = member.step_s(is_present=True), max(self.slo.tbt_s, member.alone_s(work.context))
+        tbt_s, limit_s = member.step_s(is_present=True), max(self.slo.tbt_s, member.alone_s(work.mean_context))
         reason = self.admission.on_decode(tbt_s, limit_s)
         if reason is None:
             return None
         self._end(request, now, is_finished=False)
-        retry_s = decodes.decode_s * (1 - limit_s / tbt_s)
+        retry_s = self._pools.decode_s(work.model, work.group) * (1 - limit_s / tbt_s)
         return Refusal(request, reason, _bounded(retry_s), 0.0, tbt_s)
 
     def finished(self, request: str, now: float) -> None:
@@ -200,7 +198,9 @@ class Conductor:
             held = {*member.prefilling, *member.arriving.works, *member.decoding.works}
             problems += [f"{name} has {request}, which is not under way" for request in held - works.keys()]
             for share in (member.arriving, member.decoding):
-                if share.context != sum(work.context for work in share.works.values()):
+                sums = [sum(work.context for work in share.works.values())]
+                sums += [sum(work.mean_context for work in share.works.values())]
+                if sums != [share.context, share.mean_context]:
                     problems.append(f"{name} counts {share.context} tokens of context")
         for request, work in works.items():
             prefill, decode = self.fleet.members.get(work.prefill), self.fleet.members.get(work.decode)
@@ -209,8 +209,6 @@ class Conductor:
                 problems.append(f"{request} is or is not being prefilled")
             if decode is None or request not in (decode.arriving if is_waiting else decode.decoding).works:
                 problems.append(f"{request} is not where it is decoded")
-        if sum(map(len, self._pools.decodes)) != len(works):
-            problems.append("the decode pools expect others than are under way")
         if len(self._expected) != len(works):
             problems.append("prefixes are expected of others than are under way")
         waiting = sum(work.prefill_s for work in works.values() if work.prefilled_s is None)
@@ -252,24 +250,22 @@ class Conductor:
         """A limit that an idle fleet could not keep either is what the idle fleet would do: else nobody ever could."""
         share = self.tuning.low_priority_share if request.priority < 0 else 1.0
         waited_s = now - request.arrived_s
-        decodes = self._pools.decode(request.model, draft.prefill.instance.group)
-        context = request.tokens + request.output_tokens
+        decode_s = self._pools.decode_s(request.model, draft.prefill.instance.group)
+        context, first_token_s = request.mean_context, now + draft.choice.ttft_s
         idle_s = draft.choice.transfer_s + draft.choice.prefill_s
         prospect = Prospect(
-            now=now,
             ttft_s=waited_s + draft.choice.ttft_s,
-            first_token_s=now + draft.choice.ttft_s,
-            tbt_s=draft.tbt_s,
-            context=context,
+            present_tbt_s=draft.decode.step_s(more=1, context=context, is_present=True),
+            future_tbt_s=draft.decode.step_s_at(first_token_s, now, decode_s, context),
             ttft_limit_s=max(self.slo.ttft_s * share, idle_s),
             tbt_limit_s=max(self.slo.tbt_s * share, draft.decode.alone_s(context)),
         )
-        reason = self.admission.on_arrival(prospect, decodes)
+        reason = self.admission.on_arrival(prospect)
         late_s = draft.choice.ttft_s - prospect.ttft_limit_s
         is_busy = request.priority <= 0 and prospect.ttft_s > self.tuning.fair_from * prospect.ttft_limit_s
-        if request.deadline_s is not None and prospect.first_token_s > request.deadline_s:
+        if request.deadline_s is not None and first_token_s > request.deadline_s:
             reason = Reason.TTFT
-            late_s = max(late_s, prospect.first_token_s - request.deadline_s)
+            late_s = max(late_s, first_token_s - request.deadline_s)
         elif reason is None and is_busy and self.fair.is_over(request.model, request.tenant):
             reason = Reason.FAIR_SHARE
         if reason is None:
@@ -278,8 +274,8 @@ class Conductor:
         if reason is Reason.TTFT:
             retry_s = late_s if late_s < draft.choice.queue_s else RETRY_S[1]  # an idle fleet would be too slow as well
         elif reason is Reason.TBT:
-            tbt_s = max(draft.tbt_s, decodes.tbt_s_at(prospect.first_token_s, now))
-            retry_s = decodes.decode_s * max(0.0, 1 - prospect.tbt_limit_s / tbt_s)
+            tbt_s = max(draft.tbt_s, prospect.present_tbt_s, prospect.future_tbt_s)
+            retry_s = decode_s * max(0.0, 1 - prospect.tbt_limit_s / tbt_s)
         return Refusal(request.id, reason, _bounded(retry_s), prospect.ttft_s, draft.tbt_s)
 
     def _pull(
@@ -325,7 +321,6 @@ class Conductor:
             self._sending.add(source, work.pull_bytes, tiers.network_rate, now)
             self._receiving.add(target, work.pull_bytes, tiers.network_rate, now)
         self.fleet.begin(work, now)
-        self._pools.decode(work.model, work.group).begin(work)
         self.fair.add(work.model, work.tenant, work.prefill_s)
         self._expected.add(request.id, work.prefill, request.chains)
         if request.session:
@@ -339,7 +334,8 @@ class Conductor:
         if work is None:
             return
         self._expected.drop(request)
-        self._pools.decode(work.model, work.group).end(work, now, is_finished=is_finished)
+        if is_finished and work.prefilled_s is not None:
+            self._pools.decoded(work.model, work.group, now - work.prefilled_s)
         if work.prefilled_s is None:
             self.fair.take(work.model, work.tenant, work.prefill_s)
             if work.pull_bytes:

@@ -34,7 +34,8 @@ class Instance:
     """One engine, as it registered.
 
     node: the store node beside it, as a holder of the index; empty: none. engine_holder: what its own events fill in
-    the index; empty: it has no events. decode_tokens: of KV that it can hold; 0: not known.
+    the index; empty: it has no events. decode_tokens: of KV that it can hold; 0: not known. grid_tokens: it can use
+    prefixes of multiples of this only.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Instance:
     engine_holder: str = ""
     decode_tokens: int = 0
     decode_batch: int = 0  # sequences at a time; 0: not known
+    grid_tokens: int = 1
     group: str = ""  # prefill and decode hand over only within a group: one kind of engine, one way of transfer
 
 
@@ -90,6 +92,11 @@ class Work:
         return self.tokens + self.output_tokens
 
     @property
+    def mean_context(self) -> int:
+        """Tokens of it in the middle of its decode: what its steps cost on average."""
+        return self.tokens + self.output_tokens // 2
+
+    @property
     def leaving_tokens(self) -> int:
         """That have to go to another instance to be decoded."""
         return self.tokens if self.prefill != self.decode else 0
@@ -97,19 +104,22 @@ class Work:
 
 @dataclass(slots=True)
 class Share:
-    """Sequences at a decode instance, and the tokens of their whole contexts."""
+    """Sequences at a decode instance, and the tokens of their contexts: at their ends, and in the middle."""
 
     works: dict[str, Work] = field(default_factory=dict)
     context: int = 0
+    mean_context: int = 0
 
     def add(self, work: Work) -> None:
         self.works[work.request] = work
         self.context += work.context
+        self.mean_context += work.mean_context
 
     def take(self, request: str) -> Work | None:
         work = self.works.pop(request, None)
         if work is not None:
             self.context -= work.context
+            self.mean_context -= work.mean_context
         return work
 
 
@@ -125,7 +135,7 @@ class Member:
         self.arriving = Share()  # to be decoded here once their prefill is done
         self.decoding = Share()
         self.others_batch = 0  # sequences here that others sent, by what the instance said
-        self._others_context = 0.0
+        self.others_context = 0.0
         self._prefilling_s = 0.0  # predicted, of all that is in `prefilling`
         self._leaving_tokens = 0  # of those in `prefilling` that are decoded elsewhere
         self._front_since_s = now
@@ -159,9 +169,26 @@ class Member:
     def step_s(self, *, more: int = 0, context: int = 0, is_present: bool = False) -> float:
         """A decode step with `more` sequences of `context` tokens: with all that come here, or those here now."""
         batch = len(self.decoding.works) + self.others_batch + more
-        tokens = self.decoding.context + self._others_context + context
+        tokens = self.decoding.mean_context + self.others_context + context
         if not is_present:
-            batch, tokens = batch + len(self.arriving.works), tokens + self.arriving.context
+            batch, tokens = batch + len(self.arriving.works), tokens + self.arriving.mean_context
+        return self.instance.decode.seconds(batch, tokens)
+
+    def step_s_at(self, when_s: float, now: float, decode_s: float, context: int) -> float:
+        """The step then with one more sequence of that many tokens, as expected if any sequence is as likely to end in
+        the next second, whatever its age: `decode_s` is how long they last as a mean.
+
+        A first token that is overdue comes now. What others sent stays as much as it is.
+        """
+        staying = math.exp((now - when_s) / decode_s)
+        batch = 1 + self.others_batch + staying * len(self.decoding.works)
+        tokens = context + self.others_context + staying * self.decoding.mean_context
+        for work in self.arriving.works.values():
+            begin_s = max(now, work.first_token_s)
+            if begin_s <= when_s:
+                staying = math.exp((begin_s - when_s) / decode_s)
+                batch += staying
+                tokens += staying * work.mean_context
         return self.instance.decode.seconds(batch, tokens)
 
     def alone_s(self, context: int) -> float:
@@ -171,7 +198,7 @@ class Member:
     def has_room(self, context: int) -> bool:
         """Whether it can hold this many more tokens, and one more sequence."""
         at_most, sequences = self.instance.decode_tokens, self.instance.decode_batch
-        held = self.decoding.context + self.arriving.context + self._others_context
+        held = self.decoding.context + self.arriving.context + self.others_context
         count = len(self.decoding.works) + len(self.arriving.works) + self.others_batch
         return (not at_most or held + context <= at_most) and (not sequences or count < sequences)
 
@@ -191,7 +218,7 @@ class Member:
         lately = now - UNDER_WAY_S
         self._unheard_s = sum(work.prefill_s for work in self.prefilling.values() if work.routed_s > lately)
         self.others_batch = max(0, load.decode_batch - len(self.decoding.works))
-        self._others_context = self.others_batch * load.decode_context / max(1, load.decode_batch)
+        self.others_context = self.others_batch * load.decode_context / max(1, load.decode_batch)
 
     def send_prefill(self, work: Work, now: float) -> None:
         if not self.prefilling:
@@ -300,7 +327,7 @@ class Fleet:
         work = self.works.get(request)
         if work is None or work.prefilled_s is not None:
             return None
-        work.prefilled_s = now
+        work.prefilled_s = work.first_token_s = now
         self._end_prefill(work, now, is_done=True)
         if work.decode in self.members:
             self.members[work.decode].begin_decode(request)

@@ -76,7 +76,8 @@ class PrefixIndex:
         """All its blocks go; it keeps its number. Goes through all blocks."""
         after, dropped = self._sets.forget(holder)
         self.dropped += dropped
-        self._names.rewrite(after)
+        if (after != np.arange(len(after))).any():
+            self._names.rewrite(after)
 
     def stored(self, holder: int, tier: int, names: Names) -> None:
         """It has these blocks in that tier, and where it had them before."""

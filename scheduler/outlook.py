@@ -35,6 +35,7 @@ class Pool:
         self.beside = beside  # instances of any model beside each node; some nodes have none
         instances = [member.instance for member in members]
         self.names = [instance.name for instance in instances]
+        self.grid: Floats = np.array([instance.grid_tokens for instance in instances], dtype=float)
         self.nodes = [instance.node for instance in instances]
         self.coefficients: Floats = np.array([i.prefill.coefficients for i in instances], dtype=float).reshape(-1, 4)
         self.node_rows = np.array([holders.get(i.node, NOBODY) for i in instances], dtype=np.intp)
@@ -107,12 +108,25 @@ class Outlook:
         if expected:
             soon = np.array([expected.get(name, 0) for name in pool.names], dtype=float)
             levels[1:] = np.maximum(levels[1:], soon)
-        self._levels: Floats = np.minimum(levels, self._most)
+        self._levels: Floats = self._on_grid(levels)
         self.node_tokens: Floats = node[:, 2]  # [n]: of the prompt, that the nodes have now, in any tier
         self._busy: Floats = np.array([receiving.ahead(name, now) for name in pool.nodes])
 
     def __len__(self) -> int:
         return len(self.pool.members)
+
+    def _on_grid(self, tokens: Floats) -> Floats:
+        """What of a prefix an instance can use: some begin to compute at multiples of their chunk only."""
+        usable: Floats = np.minimum(tokens, self._most) // self.pool.grid * self.pool.grid
+        return usable
+
+    @cached_property
+    def pressure(self) -> float:
+        """0 where the instances wait for work, towards 1 as they have more of it than this request would add."""
+        if not len(self):
+            return 0.0
+        waiting_s, added_s = float(self.queue_s.mean()), float(self._local[2].mean())
+        return waiting_s / max(waiting_s + added_s, 1e-9)
 
     @cached_property
     def _local(self) -> tuple[NDArray[np.intp], Floats, Floats, Floats]:
@@ -129,6 +143,11 @@ class Outlook:
     def local_s(self) -> Floats:
         """`[n]`: to the first token with what is at the instance and its node, as much of it as pays."""
         return self._local[3]
+
+    def local_cost_s(self, weight: float) -> Floats:
+        """`[n]`: `local_s`, and `weight` times what is computed for it, as far as others wait for the instances: work
+        that another place would spare keeps all who come later waiting."""
+        return self.local_s + weight * self.pressure * self._local[2]
 
     @property
     def local_tokens(self) -> Floats:
@@ -149,7 +168,7 @@ class Outlook:
         taken = np.minimum(stream_rate * pool.network_s_per_byte, STREAM_SHARE)
         network_s = np.minimum(network_s / (1 - taken), network_s + taken * stream_s)
         pull_s = pool.latency_s + np.maximum(network_s, on_disk * disk_s_per_byte)
-        cached = np.minimum(np.maximum(tokens, self._levels[2]), self._most)
+        cached = np.maximum(self._on_grid(tokens), self._levels[2])
         compute_s = prefill_seconds(self.pool.coefficients, self.request.tokens, cached)
         return pull_s, compute_s, np.maximum(self.queue_s, pull_s) + compute_s
 
@@ -175,6 +194,11 @@ class Outlook:
         is_worth = tokens > threshold * self._levels[2]
         return np.where(is_worth, self._pulled[2], np.inf)
 
+    def pull_cost_s(self, threshold: float, weight: float) -> Floats:
+        """`[sources, n]`: `pull_s`, with the work it takes as in `local_cost_s`."""
+        pull_s = self.pull_s(threshold)
+        return pull_s + weight * self.pressure * self._pulled[1] if self.sources else pull_s
+
     def local(self, position: int) -> Choice:
         """The instance with what is there."""
         best, load_s, compute_s, ttft_s = (column[position] for column in self._local)
@@ -195,7 +219,7 @@ class Outlook:
         return Choice(
             position,
             found,
-            int(min(found.tokens, self._most)),
+            int(self._on_grid(np.array([found.tokens]))[position]),
             float(self.queue_s[position]),
             float(pull_s),
             float(compute_s),

@@ -35,7 +35,8 @@ class Pairing:
     ) -> tuple[Member, float]:
         """One of `takers`, which are not none, and the seconds between tokens there."""
         context = request.tokens + request.output_tokens
-        steps = [(_step_s(member, context, now), member, member.has_room(context)) for member in takers]
+        mean = request.mean_context
+        steps = [(_step_s(member, mean, now), member, member.has_room(context)) for member in takers]
         if prefill.utilisation(now) < self._collocate_below:
             for step_s, member, has_room in steps:
                 if member is prefill and has_room and step_s <= self._slo.tbt_s:

@@ -50,6 +50,11 @@ class Request:
     priority: int = 0
     deadline_s: float | None = None
 
+    @property
+    def mean_context(self) -> int:
+        """Tokens of it in the middle of its decode."""
+        return self.tokens + self.output_tokens // 2
+
 
 @dataclass(frozen=True, slots=True)
 class Pull:

@@ -104,7 +104,8 @@ class VllmServer:
         self.events = f"tcp://127.0.0.1:{port + 1},tcp://127.0.0.1:{port + 2}"
         self._log = folder / f"{name}.log"
         events = {"enable_kv_cache_events": True, "publisher": "zmq", "topic": f"kv@{name}"}
-        events |= {"endpoint": f"tcp://127.0.0.1:{port + 1}", "replay_endpoint": f"tcp://127.0.0.1:{port + 2}"}
+        # Without the star vLLM would connect to the first, and not listen there.
+        events |= {"endpoint": f"tcp://*:{port + 1}", "replay_endpoint": f"tcp://127.0.0.1:{port + 2}"}
         given = {"--port": str(port), **OPTIONS, "--kv-events-config": json.dumps(events), **(options or {})}
         self._options = [word for option in given.items() for word in option]
         self._environ = {**os.environ, **ENVIRON, **(environ or {})}
@@ -161,7 +162,10 @@ class VllmServer:
         return sum(float(line.split()[-1]) for line in found)
 
     def reset_cache(self) -> None:
+        """Empty it. vLLM publishes that at its next step, so a step is made."""
         httpx.post(f"{self.url}/reset_prefix_cache", timeout=10).raise_for_status()
+        asked = {"model": MODEL, "prompt": [1], "max_tokens": 1}
+        httpx.post(f"{self.url}/v1/completions", json=asked, timeout=30).raise_for_status()
 
     def registration(self, **more: Any) -> dict[str, Any]:
         """What a Conductor is told of it."""

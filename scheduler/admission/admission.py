@@ -2,19 +2,17 @@
 
 from typing import ClassVar, NamedTuple, Protocol
 
-from scheduler.decode_pool import DecodePool
 from scheduler.requests import Reason
 
 
 class Prospect(NamedTuple):
-    """What a request that is asked for `now` would get at its best place: seconds to the first token, and when that is;
-    seconds between tokens at the decode instance as it is now. The limits are what it may take."""
+    """What a request would get at its best place: seconds to the first token since it was first asked for, and between
+    tokens at its decode instance: with who decodes there now, and with who will when its first token is there. The
+    limits are what it may take."""
 
-    now: float
     ttft_s: float
-    first_token_s: float
-    tbt_s: float
-    context: int  # tokens at its end
+    present_tbt_s: float
+    future_tbt_s: float
     ttft_limit_s: float
     tbt_limit_s: float
 
@@ -24,6 +22,6 @@ class Admission(Protocol):
 
     name: ClassVar[str]
 
-    def on_arrival(self, prospect: Prospect, pool: DecodePool) -> Reason | None: ...
+    def on_arrival(self, prospect: Prospect) -> Reason | None: ...
 
     def on_decode(self, tbt_s: float, tbt_limit_s: float) -> Reason | None: ...

@@ -1,13 +1,12 @@
-"""Refuses at arrival by the load that both pools have then.
+"""Refuses at arrival by the load that both instances have then.
 
-The decode pool's load then is not what it will be when the prefill is done: what is being prefilled is not in it yet.
-So admission swings: an idle decode pool admits too much, and a full one refuses what would have found it empty.
+The decode instance's load then is not what it will be when the prefill is done: what is being prefilled is not in it
+yet. So admission swings: an idle one admits too much, and a full one refuses what would have found it empty.
 """
 
 from typing import ClassVar
 
 from scheduler.admission.admission import Prospect
-from scheduler.decode_pool import DecodePool
 from scheduler.requests import Reason
 
 
@@ -16,10 +15,10 @@ class EarlyRejection:
 
     name: ClassVar[str] = "early"
 
-    def on_arrival(self, prospect: Prospect, pool: DecodePool) -> Reason | None:
+    def on_arrival(self, prospect: Prospect) -> Reason | None:
         if prospect.ttft_s > prospect.ttft_limit_s:
             return Reason.TTFT
-        return Reason.TBT if pool.present_tbt_s(prospect.context) > prospect.tbt_limit_s else None
+        return Reason.TBT if prospect.present_tbt_s > prospect.tbt_limit_s else None
 
     def on_decode(self, tbt_s: float, tbt_limit_s: float) -> Reason | None:
         return Reason.TBT if tbt_s > tbt_limit_s else None

@@ -3,7 +3,6 @@
 from typing import ClassVar
 
 from scheduler.admission.admission import Prospect
-from scheduler.decode_pool import DecodePool
 from scheduler.requests import Reason
 
 
@@ -12,7 +11,7 @@ class AdmitAll:
 
     name: ClassVar[str] = "none"
 
-    def on_arrival(self, prospect: Prospect, pool: DecodePool) -> Reason | None:
+    def on_arrival(self, prospect: Prospect) -> Reason | None:
         return None
 
     def on_decode(self, tbt_s: float, tbt_limit_s: float) -> Reason | None:

@@ -3,7 +3,6 @@
 from typing import ClassVar
 
 from scheduler.admission.admission import Prospect
-from scheduler.decode_pool import DecodePool
 from scheduler.requests import Reason
 
 
@@ -12,11 +11,10 @@ class PredictiveRejection:
 
     name: ClassVar[str] = "predictive"
 
-    def on_arrival(self, prospect: Prospect, pool: DecodePool) -> Reason | None:
+    def on_arrival(self, prospect: Prospect) -> Reason | None:
         if prospect.ttft_s > prospect.ttft_limit_s:
             return Reason.TTFT
-        tbt_s = pool.tbt_s_at(prospect.first_token_s, prospect.now)
-        return Reason.TBT if tbt_s > prospect.tbt_limit_s else None
+        return Reason.TBT if prospect.future_tbt_s > prospect.tbt_limit_s else None
 
     def on_decode(self, tbt_s: float, tbt_limit_s: float) -> Reason | None:
         return Reason.TBT if tbt_s > tbt_limit_s else None

@@ -15,6 +15,7 @@ class PrefixAffinity:
 
     def __init__(self, draw: Draw, tuning: Tuning) -> None:
         self._draw = draw
+        self._weight = tuning.work_weight
 
     def choose(self, outlook: Outlook) -> Choice:
-        return outlook.local(least(outlook.local_s, self._draw))
+        return outlook.local(least(outlook.local_cost_s(self._weight), self._draw))

@@ -4,12 +4,13 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from engine_client.address import parse_address
 from engine_client.client import Client
 from engine_client.steps import OpenSpace
-from kvstore.errors import InvalidRequest, StoreError
+from kvstore.errors import InvalidRequest, NotFound, StoreError
 from kvstore.types import DRAM as DRAM_TIER
 from scheduler.index import PrefixIndex
 from scheduler.prefetch import Hint, Prefetching
@@ -21,7 +22,9 @@ from server.conductor.nodes import NodeViews, holder_of
 log = logging.getLogger("cairn.conductor.hints")
 
 LOAD_S: Final = 30.0  # that a node may take to load what it is asked for
-LOOK_S: Final = 0.05  # between two looks at whether it has come
+LOOK_S: Final = 0.05  # until the first look at whether it has come; each after it waits twice as long
+LOOK_MOST_S: Final = 0.4
+LOOKED_AT: Final = 32  # requests, at a time: a look at a long one takes most of a millisecond
 DRAM: Final = 1  # column of PrefixIndex.prefixes: what is in memory
 
 
@@ -50,6 +53,7 @@ class Hints:
         self._clients: dict[str, tuple[str, Client]] = {}
         self._spaces: dict[tuple[str, str], OpenSpace] = {}
         self._there: dict[str, tuple[str, int]] = {}  # request -> node and blocks that came for it, until it uses them
+        self._closing: set[asyncio.Task[None]] = set()
         self._turns = asyncio.Semaphore(max(1, most))
         self._timer: asyncio.TimerHandle | None = None
         self.prefetching = Prefetching()
@@ -67,14 +71,18 @@ class Hints:
 
     def look(self, now: float) -> None:
         """Find what went from memory before it was used: then the windows were too large. Call it now and then."""
-        for request, (node, stop) in list(self._there.items()):
+        for request in list(islice(self._there, LOOKED_AT)):
+            node, stop = self._there.pop(request)
             wanted = self._wanted.get(request)
             if wanted is None:
-                del self._there[request]
-            elif node in self._nodes.views and self._in_memory(wanted, node, stop) < stop:
-                del self._there[request]
+                continue
+            if node in self._nodes.views and self._in_memory(wanted, node, stop) < stop:
                 self.evicted += 1
                 self.prefetching.evicted(request, now)
+            else:
+                self._there[request] = node, stop  # behind those that wait for their turn
+        for node in self._clients.keys() - self._nodes.addresses.keys():
+            self._drop(node)
         self._pump(now)
 
     def consumed(self, request: str, now: float) -> None:
@@ -103,7 +111,7 @@ class Hints:
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, *self._closing, return_exceptions=True)
         for _, client in self._clients.values():
             await client.aclose()
 
@@ -169,19 +177,28 @@ class Hints:
 
     async def _come(self, wanted: Wanted, node: str, stop: int) -> None:
         """Wait until the node's events have told of all these blocks: nobody says when it is the last."""
-        while True:
-            if self._in_memory(wanted, node, stop) >= stop:
-                return
-            await asyncio.sleep(LOOK_S)
+        wait_s = LOOK_S
+        while self._in_memory(wanted, node, stop) < stop:
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, LOOK_MOST_S)
+
+    def _drop(self, node: str) -> None:
+        """Its client, if there is one: it is gone, or is elsewhere."""
+        _, client = self._clients.pop(node, ("", None))
+        if client is not None:
+            self._spaces = {at: space for at, space in self._spaces.items() if at[0] != node}
+            closing = asyncio.get_running_loop().create_task(client.aclose())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
     async def _at(self, node: str, wanted: Wanted) -> tuple[Client, OpenSpace]:
         """The node's client, and the namespace as it has it there. Raises StoreError."""
-        address = self._nodes.addresses[node]
+        address = self._nodes.addresses.get(node)
+        if address is None:
+            raise NotFound(f"node {node} is followed no more")
         known = self._clients.get(node)
         if known is None or known[0] != address:
-            if known is not None:
-                self._spaces = {at: space for at, space in self._spaces.items() if at[0] != node}
-                await known[1].aclose()
+            self._drop(node)
             way = "local" if parse_address(address).path else "tcp"  # no block is read here
             client = Client(address, self._token, name="conductor", ca_file=self._ca_file, transport=way)
             self._clients[node] = address, client

@@ -1,5 +1,6 @@
 """Instances as they registered: what the policy knows of each, what a gateway is told, and costs that follow it."""
 
+import logging
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -10,6 +11,8 @@ from scheduler.requests import Route
 from server.conductor.chains import NO_ROOT, Scheme
 from server.conductor.models import HeartbeatBody, InstanceBody
 from server.conductor.nodes import holder_of
+
+log = logging.getLogger("cairn.conductor")
 
 # Where a registration does not say:
 DEFAULT_PREFILL: Final = PrefillCost(0.02, 1e-4, 1e-9, 1e-9)  # 10,000 tokens a second: an A800 and 70 B, eight of them
@@ -84,6 +87,7 @@ class Registration:
             engine_holder=self.engine_holder,
             decode_tokens=body.decode_tokens,
             decode_batch=body.decode_batch,
+            grid_tokens=body.grid_tokens,
             group=f"{body.engine} at {body.node}" if by_node else body.engine,
         )
 
@@ -112,6 +116,9 @@ def registered(body: InstanceBody, former: Registration | None, now: float) -> R
         "bootstrap_host": body.bootstrap_host,
         "bootstrap_port": body.bootstrap_port,
     }
+    if former is not None and former.body.address != body.address:
+        was, name = former.body.address, body.name
+        log.warning("%s was at %s, is at %s now: started anew, or two have one name", name, was, body.address)
     if former is not None and goes_on:
         return replace(former, body=body, place=place)
     return Registration(body, Refitting(prefill_cost), RefittingDecode(decode_cost), now, place=place)

@@ -84,6 +84,7 @@ class InstanceBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     decode: tuple[Number, Number, Number] | None = None
     decode_tokens: Tokens = 0
     decode_batch: Tokens = 0
+    grid_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
 
 
 class HeartbeatBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

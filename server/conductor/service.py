@@ -27,7 +27,7 @@ from server.conductor.engines import EngineViews, Publisher
 from server.conductor.hints import Hints, Wanted
 from server.conductor.instances import Registration, registered, row, told
 from server.conductor.models import HeartbeatBody, InstanceBody, RouteQuery, StateBody
-from server.conductor.nodes import NodeViews, holder_of, holder_of
+from server.conductor.nodes import NodeViews, holder_of
 from server.conductor.settings import ConductorConfig, ConductorSettings, node_addresses, weights
 from server.rest.problems import Problem, invalid
 
@@ -167,11 +167,7 @@ class ConductorService:
                 parse_address(body.node_address)
             except ConfigError as error:
                 raise invalid("node_address", str(error)) from error
-        former = self.registrations.get(body.name)
-        if former is not None and former.body.address != body.address:
-            was, name = former.body.address, body.name
-            log.warning("%s was at %s, is at %s now: started anew, or two have one name", name, was, body.address)
-        made = registered(body, former, now)
+        made = registered(body, self.registrations.get(body.name), now)
         view = self.nodes.views.get(body.node)
         made.is_node_alone = view is not None and bool(view.is_alone)
         try:
@@ -394,6 +390,7 @@ class ConductorService:
 def tuning_of(settings: ConductorSettings) -> Tuning:
     """What an operator set of the decisions."""
     return Tuning(
+        work_weight=settings.work_weight,
         balancing_threshold=settings.balancing_threshold,
         session_slack=settings.session_slack,
         collocate_below=settings.collocate_below,

@@ -52,6 +52,7 @@ class ConductorSettings(msgspec.Struct, frozen=True, kw_only=True):
     admission: AdmissionName = "predictive"  # a request that would miss its SLO costs others theirs
     ttft_slo: Timeout = 30.0  # what Mooncake promised on long prompts
     tbt_slo: Timeout = 0.1  # ten tokens a second: faster than people read
+    work_weight: Rate = 2.0  # of the seconds to compute a prompt, beside the time to its first token, on a busy fleet
     balancing_threshold: Rate = 1.2  # how many times the local prefix another node's must be, to be pulled
     session_slack: Rate = 0.1  # how much longer a request may wait where its session was than at the best place
     collocate_below: Rate = 0.1  # share of its time an instance may prefill and still decode the same; 0: never

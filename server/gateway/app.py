@@ -123,11 +123,6 @@ class Front:
             return await work  # what is left has its own bounds
         except ClientGone:
             return "cancelled"
-        except RecursionError:  # of writing or going through a body that could just be read
-            log.warning("request %s is nested too deeply", request_id)
-            if not client.has_begun:
-                await _quietly(client.refuse(Refused(400, "the body is nested too deeply")))
-            return "invalid"
         finally:
             work.cancel()
             gone.cancel()

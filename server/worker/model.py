@@ -1,5 +1,6 @@
 """The model that a worker serves, with its tokens, and the namespace that its KV has in the store."""
 
+import importlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +95,13 @@ def _step_s(engine: "BatchingEngine", batch: "list[Running]") -> float:
 
 def _tokens_of(tokenizer: object) -> ModelTokens:
     """Raises ValueError for a tokenizer that is not one of transformers'."""
+    refusals = (importlib.import_module("jinja2").TemplateError,)  # what transformers' templates are of
     try:
-        return ModelTokens(tokenizer.encode, tokenizer.decode, tokenizer.apply_chat_template)  # type: ignore[attr-defined]
+        return ModelTokens(
+            tokenizer.encode,  # type: ignore[attr-defined]
+            tokenizer.decode,  # type: ignore[attr-defined]
+            tokenizer.apply_chat_template,  # type: ignore[attr-defined]
+            refusals,
+        )
     except AttributeError as error:
         raise ValueError(f"its tokenizer cannot be used: {error}") from error

@@ -53,11 +53,8 @@ class Registration:
             try:
                 if not self._is_leaving:
                     heartbeat_s = await self._register()
-                    if self._is_leaving:
-                        await self.leave()  # what was said of that may have come before
                 wait_s = LEAST_S
-                await self._keep_saying(heartbeat_s)
-                if self._is_leaving:
+                if await self._keep_saying(heartbeat_s):
                     return
             except (TransportError, ProtocolError) as error:
                 log.warning("the Conductor cannot be reached, next try in %g s: %s", wait_s, error)
@@ -97,12 +94,17 @@ class Registration:
         log.info("registered at the Conductor %s", self._conductor)
         return heartbeat_ms / 1000 if isinstance(heartbeat_ms, int | float) and heartbeat_ms > 0 else HEARTBEAT_S
 
-    async def _keep_saying(self, heartbeat_s: float) -> None:
-        """Until there is something to register again. Raises TransportError, ProtocolError."""
+    async def _keep_saying(self, heartbeat_s: float) -> bool:
+        """Until there is something to register again, or, if this is True, nothing any more.
+
+        Raises TransportError, ProtocolError.
+        """
+        if self._is_leaving:
+            await self.leave()  # what was said of that may have come before it was registered
         while self._is_leaving or self._body() == self._said:
             answer = await self._ask("POST", f"/v1/instances/{self._name}/heartbeat", self._beat())
             if answer.status == NOT_REGISTERED:
-                return
+                return self._is_leaving
             if not answer.is_ok:
                 raise ProtocolError(f"it answered {answer.status} to a heartbeat: {answer.body[:200]!r}")
             role = _field(answer, "role")
@@ -110,6 +112,7 @@ class Registration:
                 self._told(role)
                 self._said["role"] = role
             await asyncio.sleep(heartbeat_s)
+        return False
 
     async def _ask(self, method: str, path: str, body: Any) -> Answer:
         url = url_at(self._conductor, path)

@@ -117,6 +117,7 @@ class Worker:
             "kv_bytes": self._model.kv_bytes,
             "decode_tokens": settings.max_tokens_total,
             "decode_batch": settings.max_batch,
+            "grid_tokens": settings.chunk_tokens,
             **self._costs,
         }
         if store is not None and store.root:

@@ -97,7 +97,7 @@ class Serving:
 
     async def pieces(self, job: Job, asked: Asked) -> AsyncIterator[Piece]:
         """The last one has a reason. Raises Refused where the job ends by an error."""
-        growing = Growing(self.model.tokens.decode, asked.stops)
+        growing = Growing(self.model.tokens.decode, asked.stops, job.running.tokens)
         clock = asyncio.get_running_loop().time
         last_s = job.began_s
         given = 0

@@ -9,13 +9,26 @@ import msgspec
 from msgspec import Meta
 
 from kvstore.errors import ConfigError
-from server.config import HOST_PORT, Count, Entries, Listen, LogSettings, Name, Seconds, Secret, Threads, Timeout
+from server.config import (
+    HOST_PORT,
+    Count,
+    Entries,
+    Listen,
+    LogSettings,
+    Name,
+    Seconds,
+    Secret,
+    Threads,
+    Timeout,
+    host_port,
+)
 from server.sources import build, collect
 
 Url = Annotated[
     str,
     Meta(pattern=r"^(https?://[^\s/?#]+(/[^\s?#]*)?)?\Z", extra={"expected": "http://host:port, or nothing"}),
 ]
+EVERYWHERE: Final = ("0.0.0.0", "::")  # addresses to listen at, and not to go to
 BUILT_IN: Final = ("smollm2", "tiny")
 
 
@@ -68,6 +81,8 @@ def _contradictions(worker: WorkerSettings) -> Iterator[str]:
         yield "worker.listen: expected host:port"
     if worker.advertise and not re.fullmatch(HOST_PORT, worker.advertise):
         yield f"worker.advertise: expected host:port, not {worker.advertise!r}"
+    elif worker.conductor and not worker.advertise and host_port(worker.listen)[0] in EVERYWHERE:
+        yield f"worker.advertise: expected host:port where others reach what listens at {worker.listen}"
     if worker.chunk_tokens % worker.block_tokens:
         sizes = f"{worker.chunk_tokens} is not a multiple of worker.block_tokens {worker.block_tokens}"
         yield f"worker.chunk_tokens {sizes}"

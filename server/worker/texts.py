@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from kvstore.errors import InvalidRequest
 
 UNFINISHED = "\ufffd"
+CONTEXT = 5  # tokens of the prompt that the first one's text may depend on
 
 
 class ByteTokens:
@@ -24,14 +25,20 @@ class ByteTokens:
 class Growing:
     """Decodes a sequence that grows; a token's text depends on those before it, so some of them are decoded again.
 
-    With `stops` the text ends before the first of them, and `is_stopped` says so.
+    With `stops` the text ends before the first of them, and `is_stopped` says so. `before`: the tokens before
+    the first; in some vocabularies a token begins with a space except where nothing is before it.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = (), before: Sequence[int] = ()
+    ) -> None:
         self._decode = decode
         self._stops = [stop for stop in stops if stop]
-        self._tokens: list[int] = []
-        self._start = self._read = 0  # tokens [start, read) were decoded; what follows is compared with them
+        self._tokens = list(before[-CONTEXT:])
+        if decode(self._tokens).endswith(UNFINISHED):
+            self._tokens.clear()  # half a character, of which nothing is told
+        self._start = 0  # tokens [start, read) were decoded; what follows is compared with them
+        self._read = len(self._tokens)
         self._held = ""
         self.is_stopped = False
 
@@ -76,10 +83,18 @@ def _overlap(text: str, stop: str) -> int:
 class ModelTokens:
     """The tokenizer that came with a model: `encode` and `decode` of transformers, and its chat template."""
 
-    def __init__(self, encode: Callable[..., list[int]], decode: Callable[..., str], chat: Callable[..., str]) -> None:
+    def __init__(
+        self,
+        encode: Callable[..., list[int]],
+        decode: Callable[..., str],
+        chat: Callable[..., str],
+        refusals: tuple[type[Exception], ...] = (),
+    ) -> None:
+        """refusals: what a template raises for messages that it has no place for, beside what Python does."""
         self._encode = encode
         self._decode = decode
         self._chat = chat
+        self._refusals = (ValueError, TypeError, KeyError, *refusals)
 
     def encode(self, text: str) -> list[int]:
         """Raises InvalidRequest for half a character, as a surrogate by itself is."""
@@ -95,7 +110,7 @@ class ModelTokens:
         """Raises InvalidRequest when the template has no place for such messages."""
         try:
             rendered = self._chat(list(messages), add_generation_prompt=with_answer, tokenize=False)
-        except (ValueError, TypeError, KeyError) as error:
+        except self._refusals as error:
             raise InvalidRequest(f"the chat template refuses the messages: {error}") from error
         return self.encode(rendered)
 

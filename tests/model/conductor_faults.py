@@ -2,7 +2,7 @@
 
 from tests.model.faults import Fault
 
-CONDUCTOR, FLEET, OUTLOOK, PAIRING, EXPECTED, DECODES, POOLS, FAIR, TRAFFIC = (
+CONDUCTOR, FLEET, OUTLOOK, PAIRING, EXPECTED, POOLS, FAIR, TRAFFIC = (
     f"scheduler/{name}.py"
     for name in (
         "conductor",
@@ -10,7 +10,6 @@ CONDUCTOR, FLEET, OUTLOOK, PAIRING, EXPECTED, DECODES, POOLS, FAIR, TRAFFIC = (
         "outlook",
         "pairing",
         "expected",
-        "decode_pool",
         "pools",
         "fair_share",
         "traffic",
@@ -19,12 +18,6 @@ CONDUCTOR, FLEET, OUTLOOK, PAIRING, EXPECTED, DECODES, POOLS, FAIR, TRAFFIC = (
 KVCACHE_CENTRIC = "scheduler/policies/kvcache_centric.py"
 MODEL_FAULTS = [
     Fault("an end leaves the prefix expected", CONDUCTOR, "        self._expected.drop(request)\n", ""),
-    Fault(
-        "an end leaves the decode pool waiting",
-        CONDUCTOR,
-        "        self._pools.decode(work.model, work.group).end(work, now, is_finished=is_finished)\n",
-        "",
-    ),
     Fault(
         "a first token leaves the tenant waiting",
         CONDUCTOR,
@@ -59,9 +52,9 @@ MODEL_FAULTS = [
     Fault(
         "a deadline is not looked at",
         CONDUCTOR,
-        "        if request.deadline_s is not None and prospect.first_token_s > request.deadline_s:\n"
+        "        if request.deadline_s is not None and first_token_s > request.deadline_s:\n"
         "            reason = Reason.TTFT\n"
-        "            late_s = max(late_s, prospect.first_token_s - request.deadline_s)\n"
+        "            late_s = max(late_s, first_token_s - request.deadline_s)\n"
         "        elif",
         "        if",
     ),
@@ -119,7 +112,7 @@ FAULTS = [
     Fault(
         "affinity forgets the queue",
         "scheduler/policies/prefix_affinity.py",
-        "least(outlook.local_s, self._draw)",
+        "least(outlook.local_cost_s(self._weight), self._draw)",
         "least(-outlook.local_tokens, self._draw)",
     ),
     Fault(
@@ -186,15 +179,27 @@ FAULTS = [
     ),
     Fault(
         "prediction forgets who is gone by then",
-        DECODES,
-        "there = bisect_right(self._begun, when_s) - bisect_right(self._begun, since_s)",
-        "there = bisect_right(self._begun, when_s)",
+        FLEET,
+        "        staying = math.exp((now - when_s) / decode_s)\n",
+        "        staying = 1.0\n",
     ),
     Fault(
         "prediction sees only who decodes now",
         "scheduler/admission/predictive.py",
-        "pool.tbt_s_at(prospect.first_token_s, prospect.now)",
-        "pool.present_tbt_s()",
+        "prospect.future_tbt_s > prospect",
+        "prospect.present_tbt_s > prospect",
+    ),
+    Fault(
+        "shared work counts for nothing on a busy fleet",
+        OUTLOOK,
+        "        return self.local_s + weight * self.pressure * self._local[2]\n",
+        "        return self.local_s\n",
+    ),
+    Fault(
+        "grids are not looked at",
+        OUTLOOK,
+        "usable: Floats = np.minimum(tokens, self._most) // self.pool.grid * self.pool.grid",
+        "usable: Floats = np.minimum(tokens, self._most)",
     ),
     Fault("time that a request waited before is forgotten", CONDUCTOR, "ttft_s=waited_s + draft", "ttft_s=draft"),
     Fault("low priorities are like others", CONDUCTOR, "if request.priority < 0 else 1.0", "if False else 1.0"),
@@ -342,21 +347,15 @@ ESTIMATE_FAULTS = [
     ),
     Fault(
         "overdue first tokens never come",
-        DECODES,
-        "(bisect_right(self._coming, since_s) if since_s >= now else 0)",
-        "bisect_right(self._coming, since_s)",
+        FLEET,
+        "            begin_s = max(now, work.first_token_s)\n            if begin_s <= when_s:\n",
+        "            begin_s = work.first_token_s\n            if now <= begin_s <= when_s:\n",
     ),
     Fault(
         "sequences of others are not predicted",
-        DECODES,
-        "        there += sum(member.others_batch for member in self.members)\n",
-        "",
-    ),
-    Fault(
-        "groups share a decode pool",
-        POOLS,
-        "members.setdefault((instance.model, instance.group), []).append(member)",
-        "[members.setdefault((instance.model, g), []).append(member) for g in ('', 'vllm', 'sglang')]",
+        FLEET,
+        "        batch = 1 + self.others_batch + staying * len(self.decoding.works)\n",
+        "        batch = 1 + staying * len(self.decoding.works)\n",
     ),
     Fault(
         "models that nobody serves are kept",
@@ -385,7 +384,7 @@ ESTIMATE_FAULTS = [
     Fault(
         "a deadline is no reason to come back later",
         CONDUCTOR,
-        "            late_s = max(late_s, prospect.first_token_s - request.deadline_s)\n",
+        "            late_s = max(late_s, first_token_s - request.deadline_s)\n",
         "",
     ),
     Fault(

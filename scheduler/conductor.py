@@ -256,7 +256,7 @@ class Conductor:
         prospect = Prospect(
             ttft_s=waited_s + draft.choice.ttft_s,
             present_tbt_s=draft.decode.step_s(more=1, context=context, is_present=True),
-            future_tbt_s=draft.decode.step_s_at(first_token_s, now, decode_s, context),
+            future_tbt_s=draft.decode.step_s(more=1, context=context),
             ttft_limit_s=max(self.slo.ttft_s * share, idle_s),
             tbt_limit_s=max(self.slo.tbt_s * share, draft.decode.alone_s(context)),
         )

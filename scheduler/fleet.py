@@ -174,23 +174,6 @@ class Member:
             batch, tokens = batch + len(self.arriving.works), tokens + self.arriving.mean_context
         return self.instance.decode.seconds(batch, tokens)
 
-    def step_s_at(self, when_s: float, now: float, decode_s: float, context: int) -> float:
-        """The step then with one more sequence of that many tokens, as expected if any sequence is as likely to end in
-        the next second, whatever its age: `decode_s` is how long they last as a mean.
-
-        A first token that is overdue comes now. What others sent stays as much as it is.
-        """
-        staying = math.exp((now - when_s) / decode_s)
-        batch = 1 + self.others_batch + staying * len(self.decoding.works)
-        tokens = context + self.others_context + staying * self.decoding.mean_context
-        for work in self.arriving.works.values():
-            begin_s = max(now, work.first_token_s)
-            if begin_s <= when_s:
-                staying = math.exp((begin_s - when_s) / decode_s)
-                batch += staying
-                tokens += staying * work.mean_context
-        return self.instance.decode.seconds(batch, tokens)
-
     def alone_s(self, context: int) -> float:
         """A decode step of one sequence with nobody beside it."""
         return self.instance.decode.seconds(1, context)

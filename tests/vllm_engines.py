@@ -7,6 +7,7 @@ CAIRN_VLLM is the command that starts vLLM's OpenAI server, like "vllm serve" or
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import threading
@@ -82,6 +83,14 @@ def save_model(folder: Path) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE).save_pretrained(folder)
     return folder
+
+
+def has_module(name: str) -> bool:
+    """Whether the Python that runs vLLM can import this: that of COMMAND, or the one beside it."""
+    python = Path(COMMAND[0])
+    if not python.name.startswith("python"):
+        python = Path(shutil.which(COMMAND[0]) or COMMAND[0]).with_name("python")
+    return subprocess.run([python, "-c", f"import {name}"], capture_output=True).returncode == 0
 
 
 class VllmServer:
@@ -163,9 +172,9 @@ class VllmServer:
 
     def reset_cache(self) -> None:
         """Empty it. vLLM publishes that at its next step, so a step is made."""
-        httpx.post(f"{self.url}/reset_prefix_cache", timeout=10).raise_for_status()
+        httpx.post(f"{self.url}/reset_prefix_cache", timeout=60).raise_for_status()
         asked = {"model": MODEL, "prompt": [1], "max_tokens": 1}
-        httpx.post(f"{self.url}/v1/completions", json=asked, timeout=30).raise_for_status()
+        httpx.post(f"{self.url}/v1/completions", json=asked, timeout=60).raise_for_status()
 
     def registration(self, **more: Any) -> dict[str, Any]:
         """What a Conductor is told of it."""

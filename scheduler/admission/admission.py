@@ -7,7 +7,7 @@ from scheduler.requests import Reason
 
 class Prospect(NamedTuple):
     """What a request would get at its best place: seconds to the first token since it was first asked for, and between
-    tokens at its decode instance: with who decodes there now, and with who will when its first token is there. The
+    tokens at its decode instance: with who decodes there now, and with all who were sent there and have not ended. The
     limits are what it may take."""
 
     ttft_s: float

@@ -1,4 +1,10 @@
-"""Refuses at arrival by the load that decode will have when the prefill is done."""
+"""Refuses at arrival by the load that decode will have: with all who are still being prefilled for it.
+
+Who decodes now counts as well, though some will have ended when the prefill is done: on a busy fleet others will have
+come by then. So a place at decode is kept for whoever was admitted, and hardly any prefill is wasted. The Mooncake paper
+assumes one decode time for all and lets go who is older; replayed on the conversation trace, that admitted more at
+first, wasted as much as the baseline and refused more in the end (docs/figures.md).
+"""
 
 from typing import ClassVar
 
@@ -7,7 +13,7 @@ from scheduler.requests import Reason
 
 
 class PredictiveRejection:
-    """By the future: who is being prefilled will have come to decode by then, and who decodes long will have gone."""
+    """By the future: nothing is computed for a request that decode would refuse then."""
 
     name: ClassVar[str] = "predictive"
 

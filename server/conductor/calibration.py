@@ -7,7 +7,8 @@ that of the new part alone, the shared part was cached; nearer to that of the wh
 differ much, they say nothing and are left out; where most say that it was not, nothing was.
 
 Decode is the time between tokens of 1, 2, 4, ... streams at once, as long as all of them are being decoded, with short
-contexts and with long ones.
+contexts and with long ones. A fast engine's tokens come in bursts where the CPU is busy, so a while is measured as well
+as a number of them.
 """
 
 import asyncio
@@ -31,6 +32,8 @@ NEW_SHARES: Final = (2, 8)  # of a prompt, that is new behind a cached beginning
 FIRST_ID: Final = 1000  # below are special tokens, in most vocabularies
 LONG_CONTEXT: Final = 4096  # of one stream, at most
 STREAMED: Final = 1024  # tokens of one stream, at most: it is ended as soon as enough of them were seen
+WINDOW_S: Final = 0.2  # that decode is measured for at least
+LEAST_WINDOW_S: Final = 0.05  # of streams that end before: a shorter one is but a burst
 DISTINCT: Final = 1.5  # times; a time that is longer by less does not tell whether a prefix was cached
 EVENT: Final = b"data:"
 DONE: Final = b"[DONE]"
@@ -180,7 +183,7 @@ async def calibrate(
             found = await _decode(engine, model, plan, [_ids(draw, plan, context) for _ in range(batch)])
             told(f"decode, {batch} x {context} tokens")
             if found is None:
-                notes.append(f"{batch} streams of {context} tokens were never decoded at once")
+                notes.append(f"{batch} streams of {context} tokens were not decoded at once for long enough")
             else:
                 steps.append(found)
     try:
@@ -251,7 +254,7 @@ def _judged(answers: Sequence[_Answer]) -> dict[tuple[int, int], int]:
 
 
 async def _decode(engine: Engine, model: str, plan: Plan, prompts: Sequence[Sequence[int]]) -> Sample | None:
-    """(batch, context, seconds) of a step while all streams are being decoded; None if they never were at once."""
+    """(batch, context, seconds) of a step while all streams are being decoded; None if they were not for a while."""
     seen: list[list[tuple[float, int]]] = [[] for _ in prompts]
     enough = asyncio.Event()
 
@@ -259,7 +262,8 @@ async def _decode(engine: Engine, model: str, plan: Plan, prompts: Sequence[Sequ
         try:
             async for made in engine.stream(model, prompts[index]):
                 seen[index].append((time.perf_counter(), made))
-                if min(len(each) for each in seen) > plan.steps:
+                is_enough = min(len(each) for each in seen) > plan.steps
+                if is_enough and time.perf_counter() - max(each[0][0] for each in seen) >= WINDOW_S:
                     return
         finally:  # where one ends, they are not all at once any more
             enough.set()
@@ -282,6 +286,8 @@ def _step(seen: Sequence[Sequence[tuple[float, int]]], prompts: Sequence[int]) -
     if not all(seen):
         return None
     first_s, last_s = max(times[0][0] for times in seen), min(times[-1][0] for times in seen)
+    if last_s - first_s < LEAST_WINDOW_S:
+        return None
     gaps, context = [], 0.0
     for times, prompt in zip(seen, prompts, strict=True):
         within = [each for each in times if first_s <= each[0] <= last_s]

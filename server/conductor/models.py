@@ -14,6 +14,7 @@ from scheduler.fleet import Role
 from server.rest.problems import Problem, invalid
 
 MOST_OUTPUT = 1 << 30
+MOST_EXPECTED = 4096  # of that: a limit is no plan, and one client's must not look like the load of a thousand
 MOST_EXCLUDED = 64
 MOST_SAMPLES = 1024  # of one heartbeat
 COMPLAINT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<where>[^`]*)`)?\Z", re.DOTALL)

@@ -26,7 +26,7 @@ from server.conductor.counts import Counts
 from server.conductor.engines import EngineViews, Publisher
 from server.conductor.hints import Hints, Wanted
 from server.conductor.instances import Registration, registered, row, told
-from server.conductor.models import HeartbeatBody, InstanceBody, RouteQuery, StateBody
+from server.conductor.models import MOST_EXPECTED, HeartbeatBody, InstanceBody, RouteQuery, StateBody
 from server.conductor.nodes import NodeViews, holder_of
 from server.conductor.settings import ConductorConfig, ConductorSettings, node_addresses, weights
 from server.rest.problems import Problem, invalid
@@ -245,7 +245,7 @@ class ConductorService:
             tokens=len(tokens),
             chains=tuple(prompt.chain for prompt in prompts),
             arrived_s=now,
-            output_tokens=query.output_tokens or DEFAULT_OUTPUT_TOKENS,
+            output_tokens=min(query.output_tokens or DEFAULT_OUTPUT_TOKENS, MOST_EXPECTED),
             model=query.model,
             tenant=query.tenant,
             session=query.session,
@@ -284,10 +284,9 @@ class ConductorService:
         counts.ttft_error_s.add(abs(measured_s - predicted_s))
         counts.measured_ttft_s += measured_s
         counts.predicted_ttft_s += predicted_s
-        if measured_s <= self.config.conductor.ttft_slo:
-            counts.in_time += 1
-        else:
-            counts.late += 1
+        is_in_time = measured_s <= self.config.conductor.ttft_slo
+        counts.in_time += is_in_time
+        counts.late += not is_in_time
         self.advisors.began(work.model, measured_s)
 
     def _alone_s(self, model: str, tokens: int) -> float:

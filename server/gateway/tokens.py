@@ -17,6 +17,7 @@ log = logging.getLogger("cairn.gateway")
 
 ENGINES: Final = 2  # that are asked for one prompt's tokens
 TEMPLATE_FIELDS: Final = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
+ADD_SPECIAL: Final = "add_special_tokens"  # by default texts get the tokenizer's own, and chats what the template has
 MOST_TOKEN: Final = 2**32 - 1
 LocalTokenizer = Callable[[Any, Any], list[int] | None]  # of a text, or of None and a body with messages
 
@@ -62,6 +63,8 @@ class Tokens:
             body |= {name: wanted.body[name] for name in (*TEMPLATE_FIELDS, "tools") if name in wanted.body}
         else:
             body["prompt"] = prompt
+        if ADD_SPECIAL in wanted.body:
+            body[ADD_SPECIAL] = wanted.body[ADD_SPECIAL]
         for place in self._asking.of_model(wanted.model)[:ENGINES]:
             url = url_at(place.address, "/tokenize")
             try:
@@ -115,7 +118,8 @@ def local_tokenizer(name: str) -> LocalTokenizer:
 
     def encode(prompt: Any, body: Any) -> list[int] | None:
         if isinstance(prompt, str):
-            return _checked(list(tokenizer(prompt)["input_ids"]))
+            special = body.get(ADD_SPECIAL) is not False
+            return _checked(list(tokenizer(prompt, add_special_tokens=special)["input_ids"]))
         more = body.get("chat_template_kwargs") or {}
         text = tokenizer.apply_chat_template(
             body["messages"],
@@ -124,6 +128,7 @@ def local_tokenizer(name: str) -> LocalTokenizer:
             tokenize=False,
             **more,
         )
-        return _checked(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
+        special = body.get(ADD_SPECIAL) is True
+        return _checked(list(tokenizer(text, add_special_tokens=special)["input_ids"]))
 
     return encode

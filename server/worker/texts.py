@@ -94,7 +94,7 @@ class ModelTokens:
         self._encode = encode
         self._decode = decode
         self._chat = chat
-        self._refusals = (ValueError, TypeError, KeyError, *refusals)
+        self._refusals: tuple[type[Exception], ...] = (ValueError, TypeError, KeyError, *refusals)
 
     def encode(self, text: str) -> list[int]:
         """Raises InvalidRequest for half a character, as a surrogate by itself is."""

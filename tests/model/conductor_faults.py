@@ -178,12 +178,6 @@ FAULTS = [
         "            if True:\n                takers",
     ),
     Fault(
-        "prediction forgets who is gone by then",
-        FLEET,
-        "        staying = math.exp((now - when_s) / decode_s)\n",
-        "        staying = 1.0\n",
-    ),
-    Fault(
         "prediction sees only who decodes now",
         "scheduler/admission/predictive.py",
         "prospect.future_tbt_s > prospect",
@@ -344,18 +338,6 @@ ESTIMATE_FAULTS = [
         PAIRING,
         "if member is prefill and has_room and step_s",
         "if member is prefill and step_s",
-    ),
-    Fault(
-        "overdue first tokens never come",
-        FLEET,
-        "            begin_s = max(now, work.first_token_s)\n            if begin_s <= when_s:\n",
-        "            begin_s = work.first_token_s\n            if now <= begin_s <= when_s:\n",
-    ),
-    Fault(
-        "sequences of others are not predicted",
-        FLEET,
-        "        batch = 1 + self.others_batch + staying * len(self.decoding.works)\n",
-        "        batch = 1 + staying * len(self.decoding.works)\n",
     ),
     Fault(
         "models that nobody serves are kept",

@@ -125,6 +125,14 @@ async def test_a_whole_answer_does_not_count_as_a_late_first_token() -> None:
 
 
 @in_a_loop
+async def test_a_client_that_asks_for_a_billion_tokens_costs_no_other_its_place() -> None:
+    async with serving() as (service, client):
+        service.register(told_of(instance("a", decode=[0.02, 2e-4, 1e-7])))
+        assert (await route(client, output_tokens=1 << 30)).status_code == 200
+        assert (await route(client, output_tokens=100)).status_code == 200
+
+
+@in_a_loop
 async def test_two_instances_of_one_name_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
     async with serving() as (service, _):
         service.register(told_of(instance("a")))

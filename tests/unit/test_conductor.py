@@ -1,8 +1,8 @@
 """The Conductor's decisions: where requests go, when none takes them, and that nothing of them is left at the end."""
 
-import math
 from collections.abc import Callable
 from itertools import count
+from random import Random
 
 import numpy as np
 import pytest
@@ -350,21 +350,6 @@ def test_prediction_sees_what_is_still_being_prefilled() -> None:
         assert admitted == pytest.approx(taken, abs=1), admission
 
 
-def test_prediction_admits_when_the_pool_will_have_emptied() -> None:
-    """Decodes last a second, prefills four: who fills the pool now will have gone."""
-    made = conductor("least_loaded", "predictive", prefills=1, decodes=1, slo=Slo(tbt_s=0.1))
-    made.register(instance("d0", Role.DECODE, decode=DecodeCost(0.02, 0.002, 0.0)), 0.0)
-    for _ in range(400):  # it learns that a decode takes a second
-        route = routed(made, request(1))
-        made.prefilled(route.request, 0.0)
-        made.finished(route.request, 1.0)
-    for _ in range(40):
-        route = routed(made, request(0, tokens=1), 1.0)
-        made.prefilled(route.request, 1.0)
-    assert isinstance(made.route(request(0, tokens=1), 1.0), Refusal)
-    assert isinstance(made.route(request(64, start=5000), 1.0), Route)
-
-
 def test_low_priority_is_refused_first() -> None:
     made = conductor(admission="early", prefills=1, slo=Slo(ttft_s=4.0))
     routed(made, request(16, start=3000))
@@ -393,14 +378,14 @@ def test_a_busy_fleet_does_not_compute_a_shared_prefix_twice_though_one_request_
     computed = {}
     for weight in (0.0, 2.0):
         made = conductor("prefix_affinity", prefills=2, work_weight=weight)
-        total = 0
-        for turn in range(64):
-            document = names(1 + 1000 * (turn * 5 % 8), 16)
+        total, asked_for = 0, Random(1)
+        for _ in range(64):
+            document = names(1 + 1000 * asked_for.randrange(8), 16)
             asked = request(chains=(Chain(document, BLOCK),), tokens=16 * BLOCK + 600)
             total += asked.tokens - routed(made, asked).cached_tokens
         computed[weight] = total - 64 * 600
-    assert computed[2.0] < 11 * 16 * BLOCK
-    assert computed[0.0] > 1.4 * computed[2.0]
+    assert computed[2.0] < 10 * 16 * BLOCK
+    assert computed[0.0] > 1.3 * computed[2.0]
 
 
 def test_a_prefix_is_used_as_far_as_the_grid_of_its_instance() -> None:
@@ -656,14 +641,6 @@ class TestPullCosts:
 
 
 class TestDecodePools:
-    def test_first_tokens_that_are_overdue_come_now_and_not_never(self) -> None:
-        made = conductor("least_loaded", "predictive", prefills=60, decodes=1, slo=Slo(tbt_s=0.1))
-        made.register(instance("d0", Role.DECODE, decode=DecodeCost(0.02, 0.002, 0.0)), 0.0)
-        admitted = sum(isinstance(made.route(request(16, start=1000 * at), 0.0), Route) for at in range(1, 61))
-        assert admitted == pytest.approx(40, abs=1)
-        step_s = made.fleet.members["d0"].step_s_at(21.0, 20.0, 10.0, 1)
-        assert step_s == pytest.approx(0.02 + 0.002 * (1 + admitted * math.exp(-0.1)))
-
     def test_a_group_that_is_full_is_not_helped_by_one_that_is_empty(self) -> None:
         for admission in ("early", "predictive"):
             made = conductor("least_loaded", admission, prefills=0, decodes=0, slo=Slo(tbt_s=0.1))

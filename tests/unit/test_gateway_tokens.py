@@ -23,9 +23,10 @@ TEMPLATE = (
 def folder(tmp_path_factory) -> Path:
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
-    words = {"[UNK]": 0, "hello": 1, "world": 2, "user": 3}
+    words = {"[UNK]": 0, "hello": 1, "world": 2, "user": 3, "[BOS]": 4}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.post_processor = tokenizers.processors.TemplateProcessing("[BOS] $A", special_tokens=[("[BOS]", 4)])
     path = tmp_path_factory.mktemp("tokenizer")
     transformers.PreTrainedTokenizerFast(tokenizer_object=made, chat_template=TEMPLATE).save_pretrained(path)
     return path
@@ -48,9 +49,15 @@ def tokens_of(folder: Path, path: str, **body: object) -> tuple[list[int] | None
 
 
 def test_texts_and_chats_have_their_tokens(folder):
-    assert tokens_of(folder, COMPLETIONS, prompt="hello world") == ([1, 2], 0)
-    assert tokens_of(folder, COMPLETIONS, prompt=["hello", "world"]) == ([1], 0)
+    assert tokens_of(folder, COMPLETIONS, prompt="hello world") == ([4, 1, 2], 0)
+    assert tokens_of(folder, COMPLETIONS, prompt=["hello", "world"]) == ([4, 1], 0)
     assert tokens_of(folder, CHAT, messages=[{"role": "user", "content": "world"}]) == ([3, 2], 0)
+
+
+def test_special_tokens_are_there_where_the_request_says_so(folder):
+    assert tokens_of(folder, COMPLETIONS, prompt="hello world", add_special_tokens=False) == ([1, 2], 0)
+    chat = [{"role": "user", "content": "world"}]
+    assert tokens_of(folder, CHAT, messages=chat, add_special_tokens=True) == ([4, 3, 2], 0)
 
 
 def test_a_template_that_refuses_costs_the_tokens_and_not_the_request(folder):

@@ -19,6 +19,7 @@ from bench import (
     cluster,
     cluster_trace,
     codec,
+    conductor,
     directory,
     local,
     policies,
@@ -217,6 +218,7 @@ def _report(found: Iterable[Figure], names: set[str], *, as_json: bool) -> None:
 
 
 app.command(name="codec")(codec.report)
+app.command(name="conductor")(conductor.report)
 app.command(name="prefetch")(prefetch.report)
 app.command(name="serving")(serving.report)
 

@@ -1,7 +1,7 @@
 """Refuses at arrival by the load that decode will have: with all who are still being prefilled for it.
 
 Who decodes now counts as well, though some will have ended when the prefill is done: on a busy fleet others will have
-come by then. So a place at decode is kept for whoever was admitted, and hardly any prefill is wasted. The Mooncake paper
+come by then. So a place at decode is kept for whoever was admitted, and no prefill is wasted. The Mooncake paper
 assumes one decode time for all and lets go who is older; replayed on the conversation trace, that admitted more at
 first, wasted as much as the baseline and refused more in the end (docs/figures.md).
 """

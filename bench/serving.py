@@ -28,7 +28,8 @@ from tests.system.serving import Answered, Asked, Fleet, Layout, ask, asking, re
 POLICIES = ("kvcache_centric", "round_robin", "random")
 NODES = ("n1", "n2")
 WORKERS = {"p1": ("prefill", "n1"), "p2": ("prefill", "n2"), "d1": ("decode", "n1"), "d2": ("decode", "n2")}
-WARMING = 4  # requests that no figure counts: each worker has done something before
+WARMING = 6  # requests that no figure counts: each worker has done something, and the Conductor knows how long it took
+REFIT_S = 7.0  # in which a Conductor counts with what it was told
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +71,16 @@ def run(scene: Scene, policies: Sequence[str] = POLICIES, seen: Callable[[], Non
     lengths = [fewest + (most - fewest) * number // (scene.documents - 1) for number in range(scene.documents)]
     documents = [texts(1, words, seed=number)[0] for number, words in enumerate(lengths)]
     wanted = [asked._replace(is_stream=True) for asked in requests_over(documents, scene.requests, seed=1)]
-    warming = [asked._replace(is_stream=True) for asked in requests_over(texts(WARMING, 60, seed=99), WARMING, seed=99)]
+    warming = [
+        asked._replace(is_stream=True)
+        for asked in requests_over(texts(WARMING, fewest // 2, seed=99), WARMING, seed=99)
+    ]
     expected: list[tuple[int, ...]] = []
     with _fleet(scene) as (fleet, stores):
         for number in range(scene.rounds):
             for policy in policies if number % 2 == 0 else reversed(policies):
                 _restart(fleet, policy)
-                asyncio.run(_asked(fleet.gateway.url, warming, scene, lambda: None))
+                asyncio.run(_warmed(fleet.gateway.url, warming, scene))
                 for store in stores:
                     _empty(store)
                 began, busy_s = time.perf_counter(), _busy_s(fleet)
@@ -231,6 +235,11 @@ def _busy_s(fleet: Fleet) -> float:
             fields = Path(f"/proc/{fleet.workers[name].process.pid}/stat").read_text().rpartition(")")[2].split()
             ticks += int(fields[11]) + int(fields[12])  # of user and system, the 14th and 15th of all
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+async def _warmed(url: str, wanted: Sequence[Asked], scene: Scene) -> None:
+    await _asked(url, wanted, scene, lambda: None)
+    await asyncio.sleep(REFIT_S)
 
 
 async def _asked(url: str, wanted: Sequence[Asked], scene: Scene, seen: Callable[[], None]) -> list[Answered]:

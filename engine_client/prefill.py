@@ -18,7 +18,8 @@ from engine_client.steps import Grant, OpenSpace
 from kvstore.copier import copy_bytes
 from kvstore.errors import StoreError
 
-QUEUED_LAYERS = 256  # that may wait to be copied; the engine waits beyond
+QUEUED_LAYERS = 256  # that may wait to be copied; the engine waits beyond, but not for long
+PATIENCE_S = 1.0  # that an engine waits for a store; then this prompt is not stored
 BEGIN_S = 0.5  # that the engine waits to hear what is there already
 
 Write = Callable[[Sequence[memoryview], Sequence[int]], None]
@@ -110,7 +111,9 @@ class PrefillStream:
         """
         if self._failure or stop_block <= first_block:
             return
-        self._slots.acquire()
+        if not self._slots.acquire(timeout=PATIENCE_S):
+            self._failure = f"layers waited for {PATIENCE_S} s: the store is slow"
+            return
         self._jobs.append(self._thread.submit(self._layer, layer, first_block, stop_block, write))
 
     def finish(self, complete_blocks: int) -> Stored:

@@ -135,6 +135,8 @@ class Member:
         self.arriving = Share()  # to be decoded here once their prefill is done
         self.decoding = Share()
         self.others_batch = 0  # sequences here that others sent, by what the instance said
+        self._phantoms = 0  # sequences that should be here by what was heard of them, and that it does not know
+        self._decodes = False  # it has spoken of sequences, so it would if there were some
         self.others_context = 0.0
         self._prefilling_s = 0.0  # predicted, of all that is in `prefilling`
         self._leaving_tokens = 0  # of those in `prefilling` that are decoded elsewhere
@@ -168,8 +170,9 @@ class Member:
 
     def step_s(self, *, more: int = 0, context: int = 0, is_present: bool = False) -> float:
         """A decode step with `more` sequences of `context` tokens: with all that come here, or those here now."""
-        batch = len(self.decoding.works) + self.others_batch + more
-        tokens = self.decoding.mean_context + self.others_context + context
+        here = len(self.decoding.works) - self._phantoms
+        batch = here + self.others_batch + more
+        tokens = self.decoding.mean_context * here / max(1, len(self.decoding.works)) + self.others_context + context
         if not is_present:
             batch, tokens = batch + len(self.arriving.works), tokens + self.arriving.mean_context
         return self.instance.decode.seconds(batch, tokens)
@@ -181,8 +184,10 @@ class Member:
     def has_room(self, context: int) -> bool:
         """Whether it can hold this many more tokens, and one more sequence."""
         at_most, sequences = self.instance.decode_tokens, self.instance.decode_batch
-        held = self.decoding.context + self.arriving.context + self.others_context
-        count = len(self.decoding.works) + len(self.arriving.works) + self.others_batch
+        here = len(self.decoding.works) - self._phantoms
+        held = self.decoding.context * here / max(1, len(self.decoding.works))
+        held += self.arriving.context + self.others_context
+        count = here + len(self.arriving.works) + self.others_batch
         return (not at_most or held + context <= at_most) and (not sequences or count < sequences)
 
     def heard(self, load: Load, now: float) -> None:
@@ -201,6 +206,9 @@ class Member:
         lately = now - UNDER_WAY_S
         self._unheard_s = sum(work.prefill_s for work in self.prefilling.values() if work.routed_s > lately)
         self.others_batch = max(0, load.decode_batch - len(self.decoding.works))
+        self._decodes = self._decodes or load.decode_batch > 0
+        old = sum(work.first_token_s < lately for work in self.decoding.works.values())
+        self._phantoms = max(0, old - load.decode_batch) if self._decodes else 0
         self.others_context = self.others_batch * load.decode_context / max(1, load.decode_batch)
 
     def send_prefill(self, work: Work, now: float) -> None:
@@ -239,6 +247,7 @@ class Member:
     def end_decode(self, request: str) -> None:
         self.arriving.take(request)
         self.decoding.take(request)
+        self._phantoms = min(self._phantoms, len(self.decoding.works))
 
     def _sent_s(self, now: float) -> float:
         """Until all that was sent is computed, as predicted. The front may have to wait for its prefix yet."""

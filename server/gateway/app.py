@@ -88,7 +88,7 @@ class Front:
         return found[0]
 
     def _enter(self, headers: Mapping[str, str]) -> str:
-        """An id that no other request under way has. Raises Refused."""
+        """An id that no other request has, here or at another gateway of the Conductor. Raises Refused."""
         self.tenant(headers)
         if self.is_draining:
             raise Refused(503, "this gateway shuts down", code="draining", retry_after_s=1.0)
@@ -96,9 +96,7 @@ class Front:
             raise Refused(503, "too many requests are under way", code="overloaded", retry_after_s=1.0)
         given = headers.get("x-request-id", "")
         fits = ID.fullmatch(given) is not None
-        found = (
-            given if fits and given not in self._ids else f"{given[:80] if fits else 'cairn'}-{secrets.token_hex(8)}"
-        )
+        found = f"{given[:80] if fits else 'cairn'}-{secrets.token_hex(8)}"
         self._ids.add(found)
         return found
 

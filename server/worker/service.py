@@ -3,13 +3,14 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from server.http_serving import HttpServing, until_signalled
 from server.worker.app import create_app
-from server.worker.generator import Generator, Limits
+from server.worker.generator import Generator, Limits, Measured
 from server.worker.model import Model
 from server.worker.registration import Registration
 from server.worker.serving import Serving
@@ -44,10 +45,14 @@ class Worker:
         self._serving = Serving(settings, model, self._generator)
         app = create_app(self._serving, settings.token)
         self._http = HttpServing(app, "worker.listen", settings.listen, self._cut_off)
-        self._registration: Registration | None = None
-        if settings.conductor:
-            self._registration = Registration(
-                settings.name, settings.conductor, settings.conductor_token, self._body, self._beat, self._told
+        self._registrations: list[Registration] = []
+        self._untold: list[Measured] = []  # what each Conductor has not heard of yet
+        for number, url in enumerate(filter(None, settings.conductor.split(","))):
+            self._untold.append(Measured())
+            beat = partial(self._beat, self._untold[-1])
+            told = _unheeded if number else self._told
+            self._registrations.append(
+                Registration(settings.name, url, settings.conductor_token, self._body, beat, told)
             )
 
     @property
@@ -60,13 +65,12 @@ class Worker:
 
         Raises ConfigError when it cannot listen.
         """
-        registering = None
+        registering: list[asyncio.Task[None]] = []
         try:
             if self._store is not None:
                 await asyncio.to_thread(self._store.storing)
             await self._http.start()
-            if self._registration is not None:
-                registering = asyncio.create_task(self._registration.run())
+            registering = [asyncio.create_task(registration.run()) for registration in self._registrations]
             ready()
             await until_signalled(self._failure)
             await self._drain()
@@ -76,17 +80,15 @@ class Worker:
 
     async def _drain(self) -> None:
         self._serving.is_draining = True
-        if self._registration is not None:
-            await self._registration.leave()
+        await asyncio.gather(*(registration.leave() for registration in self._registrations))
         if not self._failure.done():
             await self._generator.drain(self._settings.drain_seconds)
 
-    async def _stop(self, registering: "asyncio.Task[None] | None") -> None:
-        if registering is not None:
-            registering.cancel()
-            await asyncio.wait([registering])
-        if self._registration is not None:
-            await self._registration.close()
+    async def _stop(self, registering: list[asyncio.Task[None]]) -> None:
+        for task in registering:
+            task.cancel()
+        await asyncio.gather(*registering, return_exceptions=True)
+        await asyncio.gather(*(registration.close() for registration in self._registrations))
         await self._generator.stop()
         await self._http.stop()
         self._serving.close()
@@ -126,9 +128,13 @@ class Worker:
             body["namespace"] = {"name": self._model.name, "fields": msgspec.to_builtins(self._model.namespace)}
         return body
 
-    def _beat(self) -> dict[str, Any]:
+    def _beat(self, untold: Measured) -> dict[str, Any]:
         prefill_tokens, decode_batch, decode_context = self._generator.load
         prefills, steps = self._generator.measured.take()
+        for each in self._untold:
+            each.prefills.extend(prefills)
+            each.steps.extend(steps)
+        prefills, steps = untold.take()
         return {
             "prefill_tokens": prefill_tokens,
             "decode_batch": decode_batch,
@@ -141,3 +147,7 @@ class Worker:
         if role != self.role:
             log.info("the role is %s now, it was %s", role, self.role)
             self.role = role
+
+
+def _unheeded(role: str) -> None:
+    """What other Conductors than the first want the role to be: they share nothing, so they may not agree."""

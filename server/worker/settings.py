@@ -24,9 +24,10 @@ from server.config import (
 )
 from server.sources import build, collect
 
-Url = Annotated[
+URL: Final = r"https?://[^\s,/?#]+(/[^\s,?#]*)?"
+Urls = Annotated[
     str,
-    Meta(pattern=r"^(https?://[^\s/?#]+(/[^\s?#]*)?)?\Z", extra={"expected": "http://host:port, or nothing"}),
+    Meta(pattern=rf"^({URL}(,{URL})*)?\Z", extra={"expected": "http://host:port, several with commas, or nothing"}),
 ]
 EVERYWHERE: Final = ("0.0.0.0", "::")  # addresses to listen at, and not to go to
 BUILT_IN: Final = ("smollm2", "tiny")
@@ -56,7 +57,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     node_token: Secret = ""
     node_advertise: str = ""  # where the Conductor reaches the node; "": as here
     load_seconds: Timeout = 2.0  # that a prefix may take to come
-    conductor: Url = ""  # "": it registers nowhere
+    conductor: Urls = ""  # at each of which it registers; the first one's word on its role counts. "": nowhere
     conductor_token: Secret = ""
     drain_seconds: Seconds = 30.0
 

@@ -195,6 +195,12 @@ FAULTS = [
         "usable: Floats = np.minimum(tokens, self._most) // self.pool.grid * self.pool.grid",
         "usable: Floats = np.minimum(tokens, self._most)",
     ),
+    Fault(
+        "sequences that nobody speaks of stay",
+        FLEET,
+        "        self._phantoms = max(0, old - load.decode_batch) if self._decodes else 0\n",
+        "",
+    ),
     Fault("time that a request waited before is forgotten", CONDUCTOR, "ttft_s=waited_s + draft", "ttft_s=draft"),
     Fault("low priorities are like others", CONDUCTOR, "if request.priority < 0 else 1.0", "if False else 1.0"),
     Fault("weights are not looked at", FAIR, "share = self._weight(tenant) / sum", "share = 1 / sum"),

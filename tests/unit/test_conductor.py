@@ -653,6 +653,22 @@ class TestDecodePools:
             answers = [made.route(request(0, tokens=1), 0.0) for _ in range(42)]
             assert isinstance(answers[-1], Refusal), admission
 
+    def test_sequences_that_an_instance_does_not_know_any_more_take_nothing(self) -> None:
+        """A gateway died, and nobody says how its requests ended."""
+        made = conductor("least_loaded", "predictive", decodes=1, slo=Slo(tbt_s=0.1))
+        made.register(instance("d0", Role.DECODE, decode_batch=70), 0.0)
+        for turn in range(60):
+            route = routed(made, request(0, tokens=1), 0.0)
+            assert made.prefilled(route.request, 0.0) is None, turn
+        made.heartbeat("d0", Load(1.0, 0, 60, 60), 1.0)
+        assert made.fleet.members["d0"].step_s() == pytest.approx(DECODE.seconds(60, 60 * 51))
+        made.heartbeat("d0", Load(7.0, 0, 0, 0), 7.0)
+        assert made.fleet.members["d0"].step_s() == pytest.approx(DECODE.seconds(0, 0))
+        assert made.fleet.members["d0"].has_room(1)
+        for name in list(made.fleet.works):
+            made.finished(name, 8.0)
+        assert made.fleet.members["d0"].step_s() == pytest.approx(DECODE.seconds(0, 0))
+
     def test_sequences_of_other_conductors_take_room_and_time(self) -> None:
         made = conductor(decodes=2)
         made.register(instance("d0", Role.DECODE, decode_batch=10), 0.0)

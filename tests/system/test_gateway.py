@@ -140,7 +140,7 @@ def test_the_conductor_hears_who_asks_and_the_engines_do_not_hear_what_is_not_fo
         assert stage.conductor.routes[0]["tokens"] == list(b"Once upon a time")
         asked = [body for engine in stage.engines.values() for body in engine.asked]
         assert len(asked) == 1
-        assert asked[0]["@id"] == "mine-1"
+        assert asked[0]["@id"] == query.id
         assert "priority" not in asked[0]
         assert "kv_transfer_params" not in asked[0]
         with pytest.raises(openai.AuthenticationError):

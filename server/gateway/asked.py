@@ -50,6 +50,7 @@ class Asked:
     """A request that is well formed as far as a route needs it; the rest is for the engine to check.
 
     body: what the engine gets, without the gateway's own fields. tokens: the prompt's, None when not known.
+    most_tokens: of a prompt with its answer, as engines of this model say; None when not known.
     deadline_s: on the event loop's clock, when an answer that has not begun is of no use any more.
     """
 
@@ -61,6 +62,7 @@ class Asked:
     priority: int = 0
     deadline_s: float | None = None
     tokens: list[int] | None = field(default=None, repr=False)
+    most_tokens: int | None = None
 
     @property
     def model(self) -> str:
@@ -92,8 +94,8 @@ class Asked:
                 return most
         return None
 
-    def knowing(self, tokens: list[int] | None) -> "Asked":
-        return replace(self, tokens=tokens)
+    def knowing(self, tokens: list[int] | None, most_tokens: int | None = None) -> "Asked":
+        return replace(self, tokens=tokens, most_tokens=most_tokens)
 
 
 def asked(path: str, body: Any, headers: Mapping[str, str], *, request_id: str, tenant: str, now: float) -> Asked:

@@ -28,6 +28,7 @@ BYTES_PER_TOKEN: Final = 4  # of text, where nobody counts tokens
 MOST_EXCLUDED: Final = 64
 TOO_LARGE: Final = 413
 NO_INSTANCE: Final = "no_instance"
+QUIET_S: Final = 3.0  # that an instance may be silent and not listed: it may still register at a new Conductor
 REMEMBER_S: Final = 5.0  # that instances count as there when a Conductor knows none: it may be new, they are not
 
 
@@ -57,6 +58,30 @@ class Decision:
         return self.prefill.name == self.decode.name
 
 
+class Wait:
+    """For something to come from instances, which `places` tells anew each time. `limit` is over when the Conductor has
+    not listed one of them for QUIET_S, and `gone` is that one."""
+
+    def __init__(self, places: Callable[[], Iterable[Place]]) -> None:
+        self.limit = asyncio.timeout(None)
+        self.gone: Place | None = None
+        self._places = places
+        self._since_s = 0.0
+        self._is_over = False
+
+    def looked(self, listed: Collection[str] | None, now: float) -> None:
+        """What the Conductor lists; None: it did not say."""
+        missing = [place for place in self._places() if listed is not None and place.name not in listed]
+        gone = missing[0] if missing else None
+        if self._is_over:
+            return
+        if gone != self.gone:
+            self.gone, self._since_s = gone, now
+        elif gone is not None and now - self._since_s >= QUIET_S:
+            self._is_over = True
+            self.limit.reschedule(0)
+
+
 class Asking:
     """The Conductor as one gateway sees it. `is_up` is None until it was asked for the first time."""
 
@@ -72,6 +97,7 @@ class Asking:
         self._down: dict[str, float] = {}
         self._turn = 0
         self.places: dict[str, Place] = {}
+        self.waits: set[Wait] = set()  # whose limits have been entered
         self._remembered_until_s = 0.0
         self.is_up: bool | None = None
         self.counts: Counter[str] = Counter()  # reports, dropped, undelivered, fallbacks
@@ -200,13 +226,25 @@ class Asking:
             answer = await self._upstream.json("GET", url, headers=self._headers, timeout_s=timeout_s)
             if not answer.is_ok:
                 raise ProtocolError(f"{url} answers with {answer.status}")
-            places = {place.name: place for place in _places(answer.json())}
-            if places or self._now() >= self._remembered_until_s:
-                self.places = places
-                self._remembered_until_s = self._now() + REMEMBER_S
+            rows = _rows(answer.json())
+            self._listed([place for place, is_draining in rows if not is_draining], {place.name for place, _ in rows})
             self._mark(is_up=True)
         except (TransportError, ProtocolError) as error:
+            self._tell_waits(None)
             self._mark(is_up=False, why=str(error))
+
+    def _listed(self, places: Iterable[Place], names: Collection[str]) -> None:
+        """places: those that take requests. names: theirs, and of those that only end what they have."""
+        found = {place.name: place for place in places}
+        is_certain = bool(found) or self._now() >= self._remembered_until_s
+        if is_certain:
+            self.places = found
+            self._remembered_until_s = self._now() + REMEMBER_S
+        self._tell_waits(names if is_certain else None)
+
+    def _tell_waits(self, listed: Collection[str] | None) -> None:
+        for wait in self.waits:
+            wait.looked(listed, self._now())
 
     async def _keep_reporting(self) -> None:
         while True:
@@ -285,11 +323,11 @@ def _decision(document: Any) -> Decision:
     return Decision(prefill, decode)
 
 
-def _places(document: Any) -> Iterable[Place]:
-    """Of GET /v1/instances: those that take requests. Raises ProtocolError."""
+def _rows(document: Any) -> list[tuple[Place, bool]]:
+    """Of GET /v1/instances: each, and whether it drains. Raises ProtocolError."""
     rows: Any = document.get("instances") if isinstance(document, dict) else document
     try:
-        return [_place(row) for row in rows if not row.get("is_draining")]
+        return [(_place(row), bool(row.get("is_draining"))) for row in rows]
     except (AttributeError, KeyError, TypeError) as error:
         raise ProtocolError("the Conductor's instances are not a list of them") from error
 

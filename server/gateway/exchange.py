@@ -3,13 +3,15 @@
 import asyncio
 import json
 import logging
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from kvstore.errors import ProtocolError
 from server.gateway.asked import Asked, Refused
-from server.gateway.asking import Asking, Decision
+from server.gateway.asking import Asking, Decision, Place, Wait
 from server.gateway.client import Client
 from server.gateway.engines import EngineFailed, EngineRefused, Engines, Opened
 from server.gateway.events import error_in, event, events, payload, with_cached
@@ -53,13 +55,17 @@ class Exchange:
         self._pause_s = PAUSE_S
         self._attempt_id = ""  # of the try that is under way; "": none that the Conductor knows
         self._is_prefilled = False
+        self._awaited: tuple[Place, ...] = ()  # the instances that are to say something next
 
     async def run(self) -> str:
         """The outcome, as metrics name it. Raises ClientGone; an answer that failed is sent, too."""
         settings = self._parts.settings
         try:
             async with asyncio.timeout(settings.request_timeout):
-                self._wanted = self._wanted.knowing(await self._parts.tokens.of(self._wanted))
+                tokens = self._parts.tokens
+                self._wanted = self._wanted.knowing(
+                    await tokens.of(self._wanted), tokens.most_known(self._wanted.model)
+                )
                 self._transcript = Transcript(self._wanted)
                 return await self._tries()
         except TimeoutError:
@@ -67,6 +73,9 @@ class Exchange:
         except Refused as refused:
             return await self._give_up(refused)
         except EngineRefused as refused:
+            if self._client.has_begun:
+                message = f"the answer could not go on elsewhere: {refused}"
+                return await self._give_up(Refused(502, message, code="engine_failed"))
             await self._pass_on(refused.answer)
             return "invalid"
         except EngineFailed as failed:
@@ -97,7 +106,7 @@ class Exchange:
             except EngineFailed as failed:
                 self._failed(failed)
                 if self._transcript.has_begun:
-                    following = self._transcript.continuation()
+                    following = await self._following()
                     if await self._ended():
                         return "finished"
                     if following is None:
@@ -109,6 +118,15 @@ class Exchange:
                     raise
                 self._parts.metrics.retries.inc()
         raise AssertionError("the last try returns or raises")
+
+    async def _following(self) -> Asked | None:
+        """What to ask another instance. None when there is nothing to ask for, or nobody says how much."""
+        following = self._transcript.continuation()
+        if following is None or following.output_tokens is not None or self._transcript.ending() is not None:
+            return following
+        self._transcript.learn(await self._parts.tokens.most_of(self._wanted.model))
+        following = self._transcript.continuation()
+        return following if following is not None and following.output_tokens is not None else None
 
     async def _route(self, wanted: Asked, attempt_id: str) -> Decision:
         """Past what failed, if there is another: one that failed may be back, and is better than none.
@@ -134,19 +152,52 @@ class Exchange:
             self._pause_s *= 2
 
     async def _attempt(self, decision: Decision, wanted: Asked) -> None:
-        async with self._open(decision, wanted) as opened:
+        async with AsyncExitStack() as stack:
+            async with self._waiting():
+                opened = await stack.enter_async_context(self._open(decision, wanted))
+            opened = replace(opened, chunks=self._heard(opened))
             await (self._stream(opened) if wanted.is_stream else self._whole(opened))
         self._report("finished")
 
+    @asynccontextmanager
+    async def _waiting(self) -> AsyncIterator[None]:
+        """Raises EngineFailed when the Conductor has given up on who is waited for: it may hang and never say so."""
+        wait, waits = Wait(lambda: self._awaited), self._parts.asking.waits
+        try:
+            async with wait.limit:
+                waits.add(wait)
+                try:
+                    yield
+                finally:
+                    waits.discard(wait)
+        except TimeoutError as error:
+            if wait.gone is None or not wait.limit.expired():
+                raise
+            raise EngineFailed(wait.gone, "silent, and lost to the Conductor", is_down=True) from error
+
+    async def _heard(self, opened: Opened) -> AsyncIterator[bytes]:
+        while True:
+            async with self._waiting():
+                chunk = await anext(opened.chunks, None)
+            if chunk is None:
+                return
+            self._awaited = (opened.place,)
+            yield chunk
+
     def _open(self, decision: Decision, wanted: Asked) -> AbstractAsyncContextManager[Opened]:
         parts, attempt_id = self._parts, self._attempt_id
+        self._awaited = (decision.prefill,)
         if decision.is_collocated:
             return parts.engines.alone(decision.prefill, wanted, attempt_id)
         if decision.prefill.engine == "sglang":
+            self._awaited = (decision.prefill, decision.decode)
             return parts.pairs.together(decision, wanted, attempt_id)
         if not wanted.is_one:
+            self._awaited = (decision.decode,)
             return parts.engines.alone(decision.decode, wanted, attempt_id)
-        return prefill_then_decode(parts.engines, decision, wanted, attempt_id, self._prefilled)
+        return prefill_then_decode(
+            parts.engines, decision, wanted, attempt_id, partial(self._prefilled, decision.decode)
+        )
 
     async def _stream(self, opened: Opened) -> None:
         """Raises EngineFailed when it breaks, or ends without its end."""
@@ -199,9 +250,10 @@ class Exchange:
         if not self._transcript.has_begun:
             self._parts.metrics.ttft_s.observe(self._parts.now() - self._arrived_s)
 
-    async def _prefilled(self) -> None:
+    async def _prefilled(self, decode: Place) -> None:
         """The prefill is done where that is a step of its own. Raises Refused."""
         self._is_prefilled = True
+        self._awaited = (decode,)
         await self._parts.asking.prefilled(self._attempt_id)
 
     def _failed(self, failed: EngineFailed) -> None:

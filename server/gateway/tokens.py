@@ -3,13 +3,13 @@
 import asyncio
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from kvstore.errors import ConfigError, ConnectFailed, ProtocolError, TransportError
 from server.gateway.asked import CHAT, Asked
-from server.gateway.asking import Asking
+from server.gateway.asking import Asking, Place
 from server.gateway.settings import GatewaySettings
 from server.gateway.upstream import Upstream, url_at
 
@@ -36,6 +36,7 @@ class Tokens:
         self._headers = {"authorization": f"Bearer {token}"} if token else {}
         self._local = local
         self._thread = ThreadPoolExecutor(1, "tokenizer") if self._local else None
+        self._most_tokens: dict[str, int] = {}  # by model
         self.missed = 0
 
     async def of(self, wanted: Asked) -> list[int] | None:
@@ -52,6 +53,22 @@ class Tokens:
         self.missed += found is None
         return found
 
+    def most_known(self, model: str) -> int | None:
+        """How many tokens a prompt of this model may have with its answer, if an engine has said so."""
+        return self._most_tokens.get(model)
+
+    async def most_of(self, model: str) -> int | None:
+        """The same, asked of engines where it is not known; None when nobody says."""
+        for place in self._asking.of_model(model)[:ENGINES]:
+            if model in self._most_tokens:
+                break
+            document = await self._said(place, "GET", "/v1/models")
+            cards = document.get("data") if isinstance(document, dict) else None
+            for card in cards if isinstance(cards, list) else ():
+                if isinstance(card, dict) and card.get("id") == model:
+                    self._learn(model, card)
+        return self.most_known(model)
+
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
@@ -66,21 +83,32 @@ class Tokens:
         if ADD_SPECIAL in wanted.body:
             body[ADD_SPECIAL] = wanted.body[ADD_SPECIAL]
         for place in self._asking.of_model(wanted.model)[:ENGINES]:
-            url = url_at(place.address, "/tokenize")
-            try:
-                answer = await self._upstream.json(
-                    "POST", url, body, headers=self._headers, timeout_s=self._settings.tokenize_timeout
-                )
-                document = answer.json() if answer.is_ok else None
-            except TransportError as error:
-                self._asking.suspect(place.name, is_down=isinstance(error, ConnectFailed))
-                continue
-            except ProtocolError:
-                continue
+            document = await self._said(place, "POST", "/tokenize", body)
             tokens = document.get("tokens") if isinstance(document, dict) else None
             if isinstance(tokens, list) and (found := _checked(tokens)) is not None:
+                self._learn(wanted.model, document)
                 return found
         return None
+
+    async def _said(self, place: Place, method: str, path: str, body: Any = None) -> Any:
+        """The JSON that an engine answers; None when it does not."""
+        url, timeout_s = url_at(place.address, path), self._settings.tokenize_timeout
+        try:
+            answer = await self._upstream.json(method, url, body, headers=self._headers, timeout_s=timeout_s)
+            return answer.json() if answer.is_ok else None
+        except TransportError as error:
+            self._asking.suspect(place.name, is_down=isinstance(error, ConnectFailed))
+        except ProtocolError:
+            pass
+        return None
+
+    def _learn(self, model: str, told: Mapping[str, Any]) -> None:
+        """Only of models that are served, so that there is an end to them."""
+        most = told.get("max_model_len")
+        models = set(self._asking.models)
+        if type(most) is int and most > 0 and model in models:
+            known = {name: tokens for name, tokens in self._most_tokens.items() if name in models}
+            self._most_tokens = {**known, model: most}
 
     async def _locally(self, wanted: Asked, prompt: Any) -> list[int] | None:
         """In a thread: tokenizers let go of the GIL, and long prompts take their time."""

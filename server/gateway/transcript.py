@@ -52,6 +52,9 @@ class Transcript:
         self._head: Mapping[str, Any] = {}  # the first event: id, created and model of all
         self._prompt: list[int] = []
         self._produced: list[int] = []  # tokens whose text the client has
+        self._most_tokens = wanted.most_tokens
+        self._told = 0  # token ids that the client has, where it wants them
+        self._ahead = 0  # of those, whose text it has not: the next instance makes them again
         self._is_continued = False
         self.has_begun = False
         self.is_finished = False  # the client knows why the answer ended
@@ -67,8 +70,15 @@ class Transcript:
             raw = event({**found, "usage": with_cached(found["usage"], cached_tokens)})
         return raw if self._wants_ids else without_ids(raw)
 
+    def learn(self, most_tokens: int | None) -> None:
+        """How many tokens a prompt may have with its answer."""
+        self._most_tokens = most_tokens
+
     def continuation(self) -> Asked | None:
-        """What to ask another instance. None when the stream cannot go on elsewhere."""
+        """What to ask another instance. None when the stream cannot go on elsewhere.
+
+        Without max_tokens where nobody has said how long the answer may get: a completion would then be cut short.
+        """
         if not self._is_continuable or not self._read_kept():
             return None
         tokens = [*self._prompt, *self._produced]
@@ -114,6 +124,7 @@ class Transcript:
                 return False  # reasoning, tools: what an engine parsed out of the text
             self._prompt = self._prompt or choice.get("prompt_token_ids") or found.get("prompt_token_ids") or []
             waiting += choice.get("token_ids") or ()
+            self._told += 0 if self._is_continued else len(choice.get("token_ids") or ())
             if choice.get("text") or delta.get("content"):
                 if not waiting:
                     return False
@@ -121,14 +132,17 @@ class Transcript:
                 waiting = []
             self.is_finished = self.is_finished or choice.get("finish_reason") is not None
         self._kept.clear()
+        self._ahead = self._told - len(self._produced)
         self._prompt = self._prompt or self._wanted.tokens or []
         return bool(self._prompt)
 
     def _left(self) -> int | None:
-        """How many tokens the answer may still have; None: the engine decides."""
+        """How many tokens the answer may still have; None: not known."""
         most = self._wanted.output_tokens
         if most is None and self._wanted.path == COMPLETIONS and len(self._produced) < DEFAULT_OUTPUT_TOKENS:
             most = DEFAULT_OUTPUT_TOKENS
+        if most is None and self._most_tokens is not None and self._prompt:
+            most = self._most_tokens - len(self._prompt)  # what engines let a chat have
         return None if most is None else max(0, most - len(self._produced))
 
     def _translated(self, raw: bytes, cached_tokens: int | None) -> bytes:
@@ -140,10 +154,17 @@ class Transcript:
         if isinstance(choice, dict):
             told = self._piece(choice.get("text") or "", choice.get("finish_reason"))
             if self._wants_ids:
-                told["choices"][0]["token_ids"] = choice.get("token_ids")
+                told["choices"][0]["token_ids"] = self._untold(choice.get("token_ids") or [])
         if isinstance(found.get("usage"), dict):
             told["usage"] = self._usage(found["usage"], cached_tokens)
         return event(told)
+
+    def _untold(self, token_ids: list[int]) -> list[int]:
+        """Without those that the client has from an instance that failed."""
+        known = min(self._ahead, len(token_ids))
+        self._ahead -= known
+        self._told += len(token_ids) - known
+        return token_ids[known:]
 
     def _usage(self, usage: dict[str, Any], cached_tokens: int | None) -> dict[str, Any]:
         """Of the whole answer; the prompt of this instance had what was made before in it."""

@@ -7,10 +7,15 @@ from typing import Any
 
 import openai
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from server.gateway.service import Gateway
 from server.gateway.settings import load
-from tests.fake_engines import MODEL, Fabric, FakeConductor, FakeEngine, answer_to
+from server.http_serving import HttpServing
+from tests.fake_engines import MODEL, Fabric, FakeConductor, FakeEngine, answer_to, made, text_of, tokens_of
 
 PROMPT = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 12}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_completion_tokens": 12}
@@ -432,6 +437,134 @@ def test_an_answer_that_does_not_begin_before_its_deadline_is_given_up():
             await text_of_stream(stage, PROMPT, extra_headers={"X-Deadline-Ms": "300"})
         assert len(stage.conductor.routes) == 1
 
+    on_stage(VLLM, play)
+
+
+class Roomy(FakeEngine):
+    """Its chats without a limit have as many tokens as there is room for, as vLLM's do; it tells how many those are in
+    `tells`."""
+
+    most_tokens = 60
+
+    def __init__(self, name: str, fabric: Fabric, tells: str) -> None:
+        super().__init__(name, fabric)
+        self._tells = tells
+        routes = [Route(path, self.complete, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")]
+        routes += [Route("/tokenize", self.tokenize, methods=["POST"]), Route("/v1/models", self.models)]
+        self._serving = HttpServing(Starlette(routes=routes), "fake", "127.0.0.1:0", lambda error: None)
+
+    async def tokenize(self, request: Request) -> Response:
+        tokens = tokens_of(await request.json())
+        more = {"max_model_len": self.most_tokens} if self._tells == "tokenize" else {}
+        return JSONResponse({"tokens": tokens, "count": len(tokens)} | more)
+
+    async def models(self, request: Request) -> Response:
+        more = {"max_model_len": self.most_tokens} if self._tells == "models" else {}
+        return JSONResponse({"object": "list", "data": [{"id": "other", "max_model_len": 7}, {"id": MODEL} | more]})
+
+    def _made(self, body: dict[str, Any]) -> list[int]:
+        if "messages" in body and not body.get("max_tokens"):
+            return made(tokens_of(body), self.most_tokens - len(tokens_of(body)))
+        return super()._made(body)
+
+
+@pytest.mark.parametrize("tells", ["tokenize", "models", ""])
+def test_a_chat_without_a_limit_that_breaks_is_as_long_as_one_that_does_not(tells, monkeypatch):
+    async def play(stage: Stage) -> None:
+        body = {"model": MODEL, "messages": CHAT["messages"]}
+        whole = text_of(made(tokens_of(body), Roomy.most_tokens - len(tokens_of(body))))
+        stage["a"].faults.append("die:5")
+        if tells:
+            said, usage = await text_of_stream(stage, body, **USAGE)
+            assert said == whole
+            assert usage.total_tokens == Roomy.most_tokens
+        else:
+            with pytest.raises(openai.APIError, match="no instance could answer"):
+                await text_of_stream(stage, body)
+            assert stage["b"].asked == []
+
+    monkeypatch.setattr(f"{__name__}.FakeEngine", lambda name, fabric, engine, role: Roomy(name, fabric, tells))
+    on_stage(VLLM, play)
+
+
+def test_a_stream_whose_rest_is_refused_ends_with_an_error():
+    async def play(stage: Stage) -> None:
+        stage["a"].faults.append("die:5")
+        stage["b"].faults.append("bad")
+        with pytest.raises(openai.APIError, match="could not go on elsewhere"):
+            await text_of_stream(stage, PROMPT)
+
+    on_stage(VLLM, play)
+
+
+def lose(stage: Stage, *names: str) -> None:
+    """The Conductor misses these, as after heartbeats that did not come."""
+    for name in names:
+        del stage.conductor.engines[name]
+    stage.conductor.pairs = [pair for pair in stage.conductor.pairs if not set(pair) & set(names)]
+
+
+@pytest.mark.parametrize(
+    ("engine", "victim", "fault"),
+    [
+        *(("vllm", victim, fault) for victim in "ad" for fault in ("stall", "stall:0", "stall:5")),
+        *(("vllm", "p", "stall"), ("sglang", "p", "stall"), ("sglang", "d", "stall"), ("sglang", "d", "stall:0")),
+    ],
+)
+def test_an_instance_that_hangs_is_left_once_the_conductor_has_lost_it(engine, victim, fault, monkeypatch):
+    async def play(stage: Stage) -> None:
+        stage[victim].faults.append(fault)
+        asked = asyncio.ensure_future(text_of_stream(stage, PROMPT))
+        await until(lambda: bool(stage[victim].asked))
+        lose(stage, victim)
+        said, _ = await asked
+        assert said == answer_to(PROMPT)
+        await until(lambda: bool(stage.conductor.of("finished")))
+        assert [instance for _, instance in stage.conductor.of("failed")] == [victim]
+        assert await stage.metric("cairn_gateway_retries_total") == 1
+
+    monkeypatch.setattr("server.gateway.asking.QUIET_S", 0.3)
+    if victim == "a":
+        on_stage(VLLM, play)
+    else:
+        on_stage([(name, engine, role) for name, _, role in APART_TWICE], play, [("p", "d"), ("p2", "d2")])
+
+
+@pytest.mark.parametrize("why", ["listed", "draining", "lost Conductor", "new Conductor", "back in time"])
+def test_an_instance_that_is_only_slow_is_waited_for(why, monkeypatch):
+    async def play(stage: Stage) -> None:
+        stage["a"].gate.clear()
+        asked = asyncio.ensure_future(text_of_stream(stage, PROMPT))
+        await until(lambda: stage["a"].under_way == 1)
+        conductor, engine = stage.conductor, stage["a"]
+        if why == "draining":
+            draining.add("a")
+        elif why == "lost Conductor":
+            await conductor.stop()
+        elif why == "new Conductor":
+            conductor.is_new = True
+        elif why == "back in time":
+            lose(stage, "a")
+            await asyncio.sleep(0.3)
+            conductor.engines["a"] = engine
+        await asyncio.sleep(0.9)
+        engine.gate.set()
+        said, _ = await asked
+        assert said == answer_to(PROMPT)
+        assert stage["b"].asked == []
+
+    draining: set[str] = set()
+
+    async def instances(conductor: FakeConductor, request: Request) -> Response:
+        row = {"role": "both", "model": MODEL}
+        return JSONResponse(
+            []
+            if conductor.is_new
+            else [each.place | row | {"is_draining": each.name in draining} for each in conductor.engines.values()]
+        )
+
+    monkeypatch.setattr(FakeConductor, "instances", instances)
+    monkeypatch.setattr("server.gateway.asking.QUIET_S", 0.6)
     on_stage(VLLM, play)
 
 

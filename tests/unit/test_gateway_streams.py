@@ -15,10 +15,10 @@ from server.gateway.transcript import Transcript, is_continuable
 PROMPT = [1, 2, 3]
 
 
-def asked(path: str = COMPLETIONS, **more: Any) -> Asked:
+def asked(path: str = COMPLETIONS, most_tokens: int | None = None, **more: Any) -> Asked:
     prompt = {"messages": [{"role": "user", "content": "hi"}]} if path == CHAT else {"prompt": PROMPT}
     body = {"model": "m", "stream": True, "max_tokens": 10, **prompt, **more}
-    return Asked(id="r", path=path, body=body, tenant="default", tokens=PROMPT)
+    return Asked(id="r", path=path, body=body, tenant="default", tokens=PROMPT, most_tokens=most_tokens)
 
 
 def said(text: str, ids: list[int], finish_reason: str | None = None, **more: Any) -> bytes:
@@ -83,6 +83,47 @@ def test_the_engines_own_prompt_tokens_count():
     following = transcript.continuation()
     assert following is not None
     assert following.tokens == [8, 9, 11]
+
+
+def test_token_ids_whose_text_had_not_come_are_told_once_however_often_a_stream_breaks():
+    transcript = Transcript(asked(return_token_ids=True))
+    told: list[int] = []
+
+    def take(*raw: bytes) -> None:
+        for each in raw:
+            found = document(transcript.take(each, None, is_apart=False))
+            assert found is not None
+            told.extend(found["choices"][0].get("token_ids") or ())
+
+    take(said("x", [10]), said("", [200]), said("", [201]))
+    for again in ([said("", [200])], [said("", [200]), said("", [201]), said("é", [202]), said("z", [13], "length")]):
+        following = transcript.continuation()
+        assert following is not None
+        assert following.tokens == [1, 2, 3, 10]
+        take(*again)
+    assert told == [10, 200, 201, 202, 13]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_an_answer_without_a_limit_goes_on_for_as_long_as_there_is_room(path):
+    count = 1 if path == CHAT else 20  # of completions more than their default: the engine has another
+    raw = said("a", list(range(count)))
+    following = broken(asked(path, 100, max_tokens=None), raw).continuation()
+    assert following is not None
+    assert following.body["max_tokens"] == 100 - len(PROMPT) - count
+
+    transcript = broken(asked(path, max_tokens=None), raw)
+    following = transcript.continuation()
+    assert following is not None
+    assert following.output_tokens is None
+    transcript.learn(50)
+    following = transcript.continuation()
+    assert following is not None
+    assert following.body["max_tokens"] == 50 - len(PROMPT) - count
+    transcript.learn(len(PROMPT) + count)
+    rest = transcript.ending()
+    assert rest is not None
+    assert b'"length"' in rest
 
 
 def test_a_continued_chat_looks_like_one_stream():

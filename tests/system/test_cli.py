@@ -31,7 +31,11 @@ from kvstore.types import BlockKey
 from server.cli import app
 from server.commands.output import size_text
 from server.commands.top import Sample, describe
-from server.config import defaults
+from server.conductor.settings import ConductorConfig
+from server.config import Config, defaults
+from server.gateway.settings import GatewayConfig
+from server.sources import describe as describe_settings
+from server.worker.settings import WorkerConfig
 from tests.system.cairn_process import PATIENCE_S, REPO, clean_environ
 
 BLOCK = 4096
@@ -948,6 +952,7 @@ def test_all_commands_are_there():
         *("namespace define", "namespace show", "stat", "tiers", "check", "top"),
         *("promote", "demote", "drain", "doctor", "trace replay", "bench transport"),
         *("nodes", "locate", "replicate", "events"),
+        *("conductor serve", "conductor calibrate", "gateway", "worker", "simulate"),
     }
 
 
@@ -955,16 +960,17 @@ def test_all_commands_are_there():
 def test_help_has_an_example_and_all_options(name):
     outcome = Shell().ok(*name.split(), "--help")
     assert "Example" in outcome.text
-    assert f"cairn {name}" in outcome.text
+    assert f"cairn {name.removesuffix(' serve')}" in outcome.text
     assert "--json" in outcome.text
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_examples_use_options_that_exist(name):
     help_text = COMMANDS[name].help.replace("\\\n", " ")
-    examples = [line.strip() for line in help_text.splitlines() if line.strip().startswith(f"cairn {name}")]
+    spelled = name.removesuffix(" serve")
+    examples = [line.strip() for line in help_text.splitlines() if line.strip().startswith(f"cairn {spelled}")]
     assert examples
-    known = {"--help", *defaults_as_options()} if name in ("node", "config show", "doctor") else {"--help"}
+    known = {"--help", *(f"--{setting}" for setting in settings_of(name))}
     context = COMMANDS[name].make_context(name, [], resilient_parsing=True)
     for option in COMMANDS[name].get_params(context):
         known |= set(option.opts)
@@ -974,8 +980,11 @@ def test_examples_use_options_that_exist(name):
         assert used <= known
 
 
-def defaults_as_options() -> set[str]:
-    return {f"--{name}" for name in defaults()}
+def settings_of(command: str) -> set[str]:
+    """What a command takes as options beside its own."""
+    trees = {"conductor serve": ConductorConfig, "gateway": GatewayConfig, "worker": WorkerConfig}
+    trees |= dict.fromkeys(("node", "config show", "doctor"), Config)
+    return {name for name, _, _ in describe_settings(trees[command])} if command in trees else set()
 
 
 def test_the_version_is_told():

@@ -129,11 +129,17 @@ def test_what_was_refused_is_told_with_its_reason(trace):
     assert f"least_loaded refused {outcome['refused']['ttft']} for ttft" in out
 
 
-def test_what_was_not_measured_is_null(trace):
-    words = (trace, *SMALL, "--policy", "least_loaded", "--admission", "early", "--ttft-slo", "1ms")
+def test_what_was_not_measured_is_null(tmp_path):
+    """Nobody who asks for one token waits for another."""
+    path = tmp_path / "one.jsonl"
+    rows = [
+        {"timestamp": 1000 * at, "input_length": 600, "output_length": 1, "hash_ids": [0, at + 1]} for at in range(5)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = (path, *SMALL, "--policy", "least_loaded")
     (outcome,) = document(*words)["outcomes"]
-    assert outcome["served"] == 0
-    assert outcome["ttft_mean_s"] is None
+    assert outcome["served"] == 5
+    assert outcome["tbt_mean_s"] is None
     code, out, _ = run(*words)
     assert code == 0
     assert "nan" not in out

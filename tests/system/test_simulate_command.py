@@ -4,6 +4,7 @@ import gzip
 import json
 import sys
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,8 +13,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from scheduler.simulation.traces import made_up
+from scheduler.simulation.outcomes import Outcomes
+from scheduler.simulation.traces import TraceRequest, made_up
+from scheduler.tuning import Slo
 from server.commands.reach import LocalCommand
+from server.commands.simulate import _document as described
 from server.commands.simulate import simulate
 
 app = typer.Typer()
@@ -129,20 +133,13 @@ def test_what_was_refused_is_told_with_its_reason(trace):
     assert f"least_loaded refused {outcome['refused']['ttft']} for ttft" in out
 
 
-def test_what_was_not_measured_is_null(tmp_path):
-    """Nobody who asks for one token waits for another."""
-    path = tmp_path / "one.jsonl"
-    rows = [
-        {"timestamp": 1000 * at, "input_length": 600, "output_length": 1, "hash_ids": [0, at + 1]} for at in range(5)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = (path, *SMALL, "--policy", "least_loaded")
-    (outcome,) = document(*words)["outcomes"]
-    assert outcome["served"] == 5
-    assert outcome["tbt_mean_s"] is None
-    code, out, _ = run(*words)
-    assert code == 0
-    assert "nan" not in out
+def test_what_was_not_measured_is_null():
+    slo = Slo()
+    summary = Outcomes([], []).summary(slo)
+    assert not isfinite(summary["ttft_mean_s"])
+    (told,) = described([TraceRequest(0.0, 1, 1, ())], {"none": Outcomes([], [])}, slo, [])["outcomes"]
+    assert told["ttft_mean_s"] is None
+    assert told["served"] == 0
 
 
 def test_plots_are_png_files_in_a_folder_that_is_made(trace, tmp_path):

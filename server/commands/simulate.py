@@ -57,6 +57,9 @@ def simulate(
     ] = "least_loaded",
     prefill: Annotated[int, typer.Option(min=1, max=MOST_INSTANCES, help="Prefill instances.")] = 8,
     decode: Annotated[int, typer.Option(min=1, max=MOST_INSTANCES, help="Decode instances.")] = 8,
+    pipeline_nodes: Annotated[
+        int, typer.Option(min=1, max=64, metavar="N", help="Nodes that a prefill instance shares a prompt over.")
+    ] = 1,
     speed: Annotated[float, typer.Option(min=0.001, max=1000.0, help="How many times as fast as recorded.")] = 1.0,
     first: Annotated[int, typer.Option(min=0, metavar="N", help="Only the first N requests; 0: all.")] = 0,
     ttft_slo: Annotated[str, typer.Option(metavar="TIME", help="To the first token, at most.")] = "30s",
@@ -79,8 +82,10 @@ def simulate(
       cairn simulate trace.jsonl --coupled vllm,vllm-chunked --plot plots
     """
     slo = Slo(inputs.duration(ttft_slo), inputs.duration(tbt_slo))
-    shape = Shape(prefill=prefill, decode=decode)
-    runs = _disaggregated(policy, admission, shape, slo, seed) + _coupled(coupled, spread, prefill + decode, slo)
+    shape = Shape(prefill=prefill, decode=decode, pipeline_nodes=pipeline_nodes)
+    runs = _disaggregated(policy, admission, shape, slo, seed) + _coupled(
+        coupled, spread, pipeline_nodes * prefill + decode, slo
+    )
     if not runs:
         raise InvalidRequest(f"--policy {NONE} leaves nothing to replay without --coupled")
     if plot is not None:

@@ -192,3 +192,11 @@ def test_a_file_that_is_no_trace_is_refused_with_its_line(tmp_path):
     broken.write_bytes(gzip.compress(lines(1)[0].encode())[:-4])
     assert str(broken) in refused(broken)
     assert "No such file" in refused(tmp_path / "nothing.jsonl")
+
+
+def test_a_prefill_instance_of_several_nodes_begins_sooner(trace):
+    alone, together = (
+        document(trace, *SMALL, "--policy", "least_loaded", *more)["outcomes"][0]["ttft_mean_s"]
+        for more in ((), ("--pipeline-nodes", "4"))
+    )
+    assert together < 0.7 * alone

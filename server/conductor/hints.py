@@ -5,7 +5,7 @@ import logging
 import time
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final
+from typing import Final, Protocol
 
 from engine_client.address import parse_address
 from engine_client.client import Client
@@ -24,6 +24,7 @@ log = logging.getLogger("cairn.conductor.hints")
 LOAD_S: Final = 30.0  # that a node may take to load what it is asked for
 LOOK_S: Final = 0.05  # until the first look at whether it has come; each after it waits twice as long
 LOOK_MOST_S: Final = 0.4
+MEASURED_S: Final = 0.25  # a load that takes less says little of a rate: looks are too far between
 LOOKED_AT: Final = 32  # requests, at a time: a look at a long one takes most of a millisecond
 DRAM: Final = 1  # column of PrefixIndex.prefixes: what is in memory
 
@@ -38,16 +39,33 @@ class Wanted:
     kv_bytes: int  # of a token
 
 
+class Measured(Protocol):
+    """Hears how fast bytes came to a node."""
+
+    def __call__(self, node: str, rate: float, *, is_pull: bool) -> None: ...
+
+
 class Hints:
     """`plan` what a request needs, then tell how it goes on; loads are asked for in the background, when their windows
     allow. A load that a node has begun is not called back: cancelling ends only what was not asked for yet."""
 
-    def __init__(self, index: PrefixIndex, nodes: NodeViews, token: str, ca_file: str, *, most: int) -> None:
+    def __init__(
+        self,
+        index: PrefixIndex,
+        nodes: NodeViews,
+        token: str,
+        ca_file: str,
+        *,
+        most: int,
+        measured: Measured,
+    ) -> None:
+        """measured: what it is called with says how many bytes a second came to a node, where that took its time."""
         self._index = index
         self._nodes = nodes
         self._token = token
         self._ca_file = ca_file
         self._most = most
+        self._measured = measured
         self._wanted: dict[str, Wanted] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._clients: dict[str, tuple[str, Client]] = {}
@@ -160,8 +178,12 @@ class Hints:
                 keys = wanted.hashed.run(pull.first, pull.stop)
                 parent = wanted.hashed.key(pull.first - 1) if pull.first else None
                 self.sent += 1
+                began_s = time.monotonic()
                 if await client.promote(space, keys, LOAD_S, parent):
                     await self._come(wanted, node, pull.stop)
+                took_s = time.monotonic() - began_s
+                if took_s >= MEASURED_S:
+                    self._measured(node, hint.size_bytes / took_s, is_pull=pull.source != pull.target)
             self.loaded += 1
             self._there[hint.request] = node, pull.stop
             self.prefetching.arrived(hint.request, time.monotonic())

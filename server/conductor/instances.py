@@ -21,6 +21,7 @@ DRAM_RATE: Final = 20e9  # bytes a second over PCIe 4.0 x16, as a copy reaches i
 NVME_RATE: Final = 5e9  # of one PCIe 4.0 disk
 NETWORK_RATE: Final = 10e9  # of 100 Gbit/s, as transfers reach it
 
+SLOWER: Final = 0.8  # of a rate, at least, after one move that was slower: it may have shared its way with others
 REFIT_S: Final = 5.0  # between two changes of what the policy counts with: each rebuilds its columns
 
 
@@ -35,6 +36,8 @@ class Registration:
     samples: int = 0
     place: dict[str, Any] = field(default_factory=dict)  # for gateways
     is_node_alone: bool = False  # in no cluster
+    network_rate: float = NETWORK_RATE  # from other nodes, as measured since
+    nvme_rate: float = NVME_RATE
 
     @property
     def scheme(self) -> Scheme | None:
@@ -68,13 +71,12 @@ class Registration:
         to their kind, and those that do so by their nodes not beyond a node in no cluster. Without a node, or with
         one alone, there is nothing that blocks could be pulled to."""
         body = self.body
-        network_rate = NETWORK_RATE if body.network_rate is None else body.network_rate
         by_node = body.engine == "cairn" and self.is_node_alone
         tiers = TierCost(
             kv_bytes=self.kv_bytes,
             dram_rate=DRAM_RATE if body.dram_rate is None else body.dram_rate,
-            nvme_rate=NVME_RATE if body.nvme_rate is None else body.nvme_rate,
-            network_rate=network_rate if body.node and not self.is_node_alone else 0.0,
+            nvme_rate=self.nvme_rate,
+            network_rate=self.network_rate if body.node and not self.is_node_alone else 0.0,
         )
         return Instance(
             name=body.name,
@@ -90,6 +92,14 @@ class Registration:
             grid_tokens=body.grid_tokens,
             group=f"{body.engine} at {body.node}" if by_node else body.engine,
         )
+
+    def moved(self, rate: float, *, is_pull: bool) -> None:
+        """So many bytes a second came to its node. A faster move shows what can be, a slower one takes off some."""
+        if is_pull:
+            self.network_rate = max(rate, SLOWER * self.network_rate)
+        else:
+            self.nvme_rate = max(rate, SLOWER * self.nvme_rate)
+        self.samples += 1
 
     def heard(self, told: HeartbeatBody, now: float) -> bool:
         """Take its measurements; whether the policy should count with them now."""
@@ -108,7 +118,7 @@ def registered(body: InstanceBody, former: Registration | None, now: float) -> R
     """A registration; one again that says the same of its costs goes on with what was measured."""
     prefill_cost = PrefillCost(*body.prefill) if body.prefill else DEFAULT_PREFILL
     decode_cost = DecodeCost(*body.decode) if body.decode else DEFAULT_DECODE
-    goes_on = former is not None and (former.body.prefill, former.body.decode) == (body.prefill, body.decode)
+    goes_on = former is not None and _costs(former.body) == _costs(body)
     place = {
         "name": body.name,
         "address": body.address,
@@ -121,7 +131,15 @@ def registered(body: InstanceBody, former: Registration | None, now: float) -> R
         log.warning("%s was at %s, is at %s now: started anew, or two have one name", name, was, body.address)
     if former is not None and goes_on:
         return replace(former, body=body, place=place)
-    return Registration(body, Refitting(prefill_cost), RefittingDecode(decode_cost), now, place=place)
+    return Registration(
+        body,
+        Refitting(prefill_cost),
+        RefittingDecode(decode_cost),
+        now,
+        place=place,
+        network_rate=NETWORK_RATE if body.network_rate is None else body.network_rate,
+        nvme_rate=NVME_RATE if body.nvme_rate is None else body.nvme_rate,
+    )
 
 
 def told(route: Route, prefill: dict[str, Any], decode: dict[str, Any]) -> dict[str, Any]:
@@ -167,3 +185,7 @@ def row(registration: Registration, member: Member, now: float) -> dict[str, Any
         "prefill": instance.prefill.coefficients,
         "decode": (instance.decode.base_s, instance.decode.per_sequence_s, instance.decode.per_token_s),
     }
+
+
+def _costs(body: InstanceBody) -> tuple[Any, ...]:
+    return body.prefill, body.decode, body.network_rate, body.nvme_rate

@@ -19,7 +19,7 @@ from scheduler.fleet import Load, Role
 from scheduler.index import PrefixIndex
 from scheduler.policies import POLICIES
 from scheduler.requests import DEFAULT_OUTPUT_TOKENS, Refusal, Request, Route
-from scheduler.tuning import Slo, Tuning
+from scheduler.tuning import Slo
 from server.conductor.advice import Advisors
 from server.conductor.chains import Hashed, Scheme, hashed
 from server.conductor.counts import Counts
@@ -28,7 +28,7 @@ from server.conductor.hints import Hints, Wanted
 from server.conductor.instances import Registration, registered, row, told
 from server.conductor.models import MOST_EXPECTED, HeartbeatBody, InstanceBody, RouteQuery, StateBody
 from server.conductor.nodes import NodeViews, holder_of
-from server.conductor.settings import ConductorConfig, ConductorSettings, node_addresses, weights
+from server.conductor.settings import ConductorConfig, node_addresses, tuning_of
 from server.rest.problems import Problem, invalid
 
 log = logging.getLogger("cairn.conductor")
@@ -74,7 +74,14 @@ class ConductorService:
             crashed=self.crashed,
         )
         self.engines = EngineViews(self.index, self.conductor.holder, self.crashed)
-        self.hints = Hints(self.index, self.nodes, settings.node_token, settings.node_ca_file, most=settings.hints)
+        self.hints = Hints(
+            self.index,
+            self.nodes,
+            settings.node_token,
+            settings.node_ca_file,
+            most=settings.hints,
+            measured=self._measured,
+        )
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._schemes: dict[str, tuple[Scheme, ...]] = {}
         self._fixed_nodes = node_addresses(settings.nodes)
@@ -338,6 +345,12 @@ class ConductorService:
         if is_draining:
             self.conductor.drain(name)
 
+    def _measured(self, node: str, rate: float, *, is_pull: bool) -> None:
+        """How many bytes a second came to a node, from others or from its own disk."""
+        for found in self.registrations.values():
+            if found.body.node == node:
+                found.moved(rate, is_pull=is_pull)
+
     def _joined(self, node: str) -> None:
         is_alone = bool(self.nodes.views[node].is_alone)
         self.conductor.isolate(holder_of(node), is_alone=is_alone)
@@ -384,17 +397,3 @@ class ConductorService:
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.crashed(error)
-
-
-def tuning_of(settings: ConductorSettings) -> Tuning:
-    """What an operator set of the decisions."""
-    return Tuning(
-        work_weight=settings.work_weight,
-        balancing_threshold=settings.balancing_threshold,
-        session_slack=settings.session_slack,
-        collocate_below=settings.collocate_below,
-        fair_from=settings.fair_from,
-        fair_slack=settings.fair_slack,
-        low_priority_share=settings.low_priority_share,
-        weights=weights(settings.shares),
-    )

@@ -452,6 +452,23 @@ async def test_what_a_request_will_use_is_loaded_from_the_disk_ahead_of_it(tiere
 
 
 @in_a_loop
+async def test_how_fast_a_load_came_is_what_the_next_is_reckoned_with(
+    tiered: CairnProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.conductor.hints.MEASURED_S", 0.0)
+    stored = Stored(tiered)
+    demote(tiered)
+    async with serving(f"--conductor.node_token={tiered.token}", "--conductor.ttft_slo=1h") as (service, client):
+        await client.post("/v1/instances", json=stored.beside("n1", tiered))
+        await until(client, "/v1/health", lambda told: told["blocks"] == 10)
+        await route(client, [*PROMPT, 1], id="r")
+        await until(client, "/v1/health", lambda _: service.hints.loaded)
+        found = service.registrations["engine-n1"]
+        assert found.nvme_rate == 0.8 * 5e9
+        assert found.network_rate == 1e10
+
+
+@in_a_loop
 async def test_what_was_loaded_ahead_and_evicted_before_its_use_is_loaded_again(tiered: CairnProcess) -> None:
     stored = Stored(tiered)
     demote(tiered)

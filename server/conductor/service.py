@@ -5,7 +5,6 @@ import logging
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from random import Random
 from typing import Any, Final
 
 import numpy as np
@@ -13,22 +12,19 @@ from numpy.typing import NDArray
 
 from engine_client.address import parse_address
 from kvstore.errors import ConfigError, NotFound
-from scheduler.admission import ADMISSIONS
-from scheduler.conductor import Conductor
 from scheduler.fleet import Load, Role
 from scheduler.index import PrefixIndex
-from scheduler.policies import POLICIES
 from scheduler.requests import DEFAULT_OUTPUT_TOKENS, Refusal, Request, Route
-from scheduler.tuning import Slo
 from server.conductor.advice import Advisors
 from server.conductor.chains import Hashed, Scheme, hashed
 from server.conductor.counts import Counts
 from server.conductor.engines import EngineViews, Publisher
 from server.conductor.hints import Hints, Wanted
 from server.conductor.instances import Registration, registered, row, told
+from server.conductor.making import make_conductor
 from server.conductor.models import MOST_EXPECTED, HeartbeatBody, InstanceBody, RouteQuery, StateBody
 from server.conductor.nodes import NodeViews, holder_of
-from server.conductor.settings import ConductorConfig, node_addresses, tuning_of
+from server.conductor.settings import ConductorConfig, node_addresses
 from server.rest.problems import Problem, invalid
 
 log = logging.getLogger("cairn.conductor")
@@ -47,17 +43,8 @@ class ConductorService:
     def __init__(self, config: ConductorConfig) -> None:
         self.config = config
         settings = config.conductor
-        draw = Random().random
-        tuning = tuning_of(settings)
         self.index = PrefixIndex()
-        self.conductor = Conductor(
-            self.index,
-            POLICIES[settings.policy](draw, tuning),
-            ADMISSIONS[settings.admission](),
-            Slo(settings.ttft_slo, settings.tbt_slo),
-            draw,
-            tuning,
-        )
+        self.conductor = make_conductor(self.index, settings)
         self.advisors = Advisors(config.scaling, self.conductor.slo)
         self.counts = Counts()
         self.registrations: dict[str, Registration] = {}

@@ -10,7 +10,6 @@ from msgspec import Meta
 
 from engine_client.address import parse_address
 from kvstore.errors import ConfigError
-from scheduler.tuning import Tuning
 from server.config import (
     TOKEN_CHARACTERS,
     Bytes,
@@ -146,17 +145,3 @@ def _contradictions(config: ConductorConfig) -> Iterator[tuple[str, str]]:
         yield "the least may not be above the most", "scaling.prefill_min"
     if scaling.decode_min > scaling.decode_max:
         yield "the least may not be above the most", "scaling.decode_min"
-
-
-def tuning_of(settings: ConductorSettings) -> Tuning:
-    """What an operator set of the decisions."""
-    return Tuning(
-        work_weight=settings.work_weight,
-        balancing_threshold=settings.balancing_threshold,
-        session_slack=settings.session_slack,
-        collocate_below=settings.collocate_below,
-        fair_from=settings.fair_from,
-        fair_slack=settings.fair_slack,
-        low_priority_share=settings.low_priority_share,
-        weights=weights(settings.shares),
-    )

@@ -293,8 +293,8 @@ ESTIMATE_FAULTS = [
     Fault(
         "sequences of others take no time",
         FLEET,
-        "batch = len(self.decoding.works) + self.others_batch + more",
-        "batch = len(self.decoding.works) + more",
+        "batch = here + self.others_batch + more",
+        "batch = here + more",
     ),
     Fault(
         "own sequences are others' too",

@@ -239,7 +239,7 @@ def test_a_client_that_goes_away_leaves_nothing(site: Site) -> None:
 
 def test_overload_is_refused_with_retry_after_and_the_rest_is_served(site: Site) -> None:
     wanted = [asked._replace(is_stream=False) for asked in requests_over(texts(24, 110, seed=9), 24, seed=9)]
-    with other_conductor(site, admission="early", ttft_slo="0.4s", tbt_slo="10s"):
+    with other_conductor(site, admission="early", ttft_slo="50ms", tbt_slo="10s"):
         answers = asyncio.run(_answers_or_refusals(site.url, wanted))
         told = site.fleet.conductor.metric("cairn_conductor_refusals_total")
     refused = [answer for answer in answers if isinstance(answer, openai.RateLimitError)]

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 Names = NDArray[np.uint64]  # of a chain's full blocks, first to last: 64 bits of each key
 
 DEFAULT_OUTPUT_TOKENS: Final = 256  # of a request that does not say how much it wants
-HOUR_S: Final = 3600.0
 
 
 def names_of(keys: bytes) -> Names:

@@ -12,4 +12,3 @@ from scheduler.admission.predictive import PredictiveRejection
 ADMISSIONS: Final[dict[str, Callable[[], Admission]]] = {
     rule.name: rule for rule in (AdmitAll, Baseline, EarlyRejection, PredictiveRejection)
 }
-DEFAULT: Final = PredictiveRejection.name

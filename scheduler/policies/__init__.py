@@ -14,4 +14,3 @@ from scheduler.tuning import Tuning
 POLICIES: Final[dict[str, Callable[[Draw, Tuning], Policy]]] = {
     policy.name: policy for policy in (RandomChoice, RoundRobin, LeastLoaded, PrefixAffinity, KvcacheCentric)
 }
-DEFAULT: Final = KvcacheCentric.name

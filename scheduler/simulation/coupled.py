@@ -12,8 +12,9 @@ import numpy as np
 from scheduler.costs import Floats
 from scheduler.simulation.caches import BlockCache
 from scheduler.simulation.hardware import Hardware
-from scheduler.simulation.loop import Loop, Timer
+from scheduler.simulation.loop import Loop
 from scheduler.simulation.outcomes import LoadSample, Outcomes, Record, longest_mean_s
+from scheduler.simulation.steps import PlannedSteps
 from scheduler.simulation.traces import BLOCK_TOKENS, TraceRequest
 from scheduler.tuning import Slo
 
@@ -81,8 +82,7 @@ class CoupledEngine:
         self._held_tokens = 0  # of all that began
         self._context = 0  # of those that decode, at the last step that is done
         self._step_ends = array("d")  # of all steps that gave tokens
-        self._plan: Floats = np.zeros(0)
-        self._timer: Timer | None = None
+        self._plan = PlannedSteps(loop, hardware.decode, self._plan_ends)
         self._is_busy = False
         self.sent = 0  # requests
 
@@ -121,7 +121,7 @@ class CoupledEngine:
         if not self._is_busy:
             self._next()
         elif len(self._plan):
-            self._shorten()
+            self._plan.shorten()
 
     def _cached_tokens(self, request: TraceRequest) -> int:
         """The last token of a prompt is always computed."""
@@ -137,7 +137,7 @@ class CoupledEngine:
         elif began:
             self._prompt_step(began)
         elif self._running:
-            self._make_plan()
+            self._plan.make(len(self._running), self._running[0][0] - len(self._step_ends), self._context)
         else:
             self._is_busy = False
 
@@ -213,27 +213,8 @@ class CoupledEngine:
         ending = sum(1 for sequence, size, _ in pieces if sequence.computed + size == sequence.request.tokens)
         self._loop.after(step_s + ending * cost.base_s, end)
 
-    def _make_plan(self) -> None:
-        """Steps until the first sequence ends. Step k of a batch of b has b * k tokens more than the first."""
-        decode = self._hardware.decode
-        batch, steps = len(self._running), self._running[0][0] - len(self._step_ends)
-        counts = np.arange(1, steps + 1)
-        first_s, more_s = decode.seconds(batch, self._context), decode.per_token_s * batch
-        self._plan = self._loop.now + counts * first_s + more_s * counts * (counts - 1) / 2
-        self._timer = self._loop.at(float(self._plan[-1]), self._plan_ends)
-
-    def _shorten(self) -> None:
-        """The step in progress is the last of the plan."""
-        step = int(np.searchsorted(self._plan, self._loop.now, "left"))
-        if step + 1 < len(self._plan):
-            self._plan = self._plan[: step + 1]
-            assert self._timer is not None
-            self._timer.cancel()
-            self._timer = self._loop.at(float(self._plan[-1]), self._plan_ends)
-
     def _plan_ends(self) -> None:
-        plan, self._plan = self._plan, np.zeros(0)
-        self._stepped(plan)
+        self._stepped(self._plan.take())
         self._next()
 
     def _stepped(self, ends: Floats) -> None:

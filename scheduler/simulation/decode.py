@@ -8,8 +8,9 @@ from collections.abc import Callable
 import numpy as np
 
 from scheduler.costs import DecodeCost, Floats
-from scheduler.simulation.loop import Loop, Timer
+from scheduler.simulation.loop import Loop
 from scheduler.simulation.prefill import Job
+from scheduler.simulation.steps import PlannedSteps
 
 
 class DecodeEngine:
@@ -38,8 +39,7 @@ class DecodeEngine:
         self._reserved_tokens = 0
         self._context = 0  # of those in the batch, at the last step that is done
         self._step_ends = array("d")  # of all steps that are done
-        self._plan: Floats = np.zeros(0)  # ends of the steps until the next change of the batch
-        self._timer: Timer | None = None
+        self._plan = PlannedSteps(loop, cost, self._change)  # until the next change of the batch
 
     @property
     def batch(self) -> int:
@@ -49,9 +49,8 @@ class DecodeEngine:
     @property
     def context(self) -> int:
         """Tokens of all of them, those in the batch as of now."""
-        done = int(np.searchsorted(self._plan, self._loop.now, "right"))
         waiting = sum(job.request.tokens + 1 for job in self._waiting)
-        return self._context + done * len(self._running) + waiting
+        return self._context + self._plan.done * len(self._running) + waiting
 
     @property
     def step_s(self) -> float:
@@ -69,7 +68,7 @@ class DecodeEngine:
         if not self._running:
             self._change()
         elif len(self._waiting) == 1 and self._fits(job):
-            self._shorten()
+            self._plan.shorten()
 
     def _fits(self, job: Job) -> bool:
         """One sequence fits always, however long."""
@@ -78,20 +77,11 @@ class DecodeEngine:
             len(self._running) < self._capacity_batch and self._reserved_tokens + whole <= self._capacity_tokens
         )
 
-    def _shorten(self) -> None:
-        """The step in progress is the last of the plan."""
-        step = int(np.searchsorted(self._plan, self._loop.now, "left"))
-        if step + 1 < len(self._plan):
-            self._plan = self._plan[: step + 1]
-            assert self._timer is not None
-            self._timer.cancel()
-            self._timer = self._loop.at(float(self._plan[-1]), self._change)
-
     def _change(self) -> None:
         """The plan is done: who is ready leaves, who fits joins, and the next plan is made."""
-        self._step_ends.frombytes(self._plan.tobytes())
-        self._context += len(self._plan) * len(self._running)
-        self._plan = np.zeros(0)
+        taken = self._plan.take()
+        self._step_ends.frombytes(taken.tobytes())
+        self._context += len(taken) * len(self._running)
         ended = []
         while self._running and self._running[0][0] == len(self._step_ends):
             ended.append(heapq.heappop(self._running)[2])
@@ -101,7 +91,7 @@ class DecodeEngine:
         while self._waiting and self._fits(self._waiting[0]):
             self._join(self._waiting.popleft())
         if self._running:
-            self._make_plan()
+            self._plan.make(len(self._running), self._running[0][0] - len(self._step_ends), self._context)
         for job in ended:
             self._ends(job)
 
@@ -112,12 +102,3 @@ class DecodeEngine:
         self._joined += 1
         self._reserved_tokens += job.request.tokens + job.request.output_tokens
         self._context += job.request.tokens + 1
-
-    def _make_plan(self) -> None:
-        """Step k of a batch of b has b * k tokens more than the first."""
-        batch, steps = len(self._running), self._running[0][0] - len(self._step_ends)
-        first_s = self._cost.seconds(batch, self._context)
-        more_s = self._cost.per_token_s * batch
-        counts = np.arange(1, steps + 1)
-        self._plan = self._loop.now + counts * first_s + more_s * counts * (counts - 1) / 2
-        self._timer = self._loop.at(float(self._plan[-1]), self._change)

@@ -54,7 +54,6 @@ class Network:
         self._latency_s = latency_s
         self._sends: dict[str, Link] = {}
         self._receives: dict[str, Link] = {}
-        self.moved_bytes = 0.0
 
     def send(
         self, source: str, target: str, nbytes: float, done: Callable[[], None], *, limit: float = UNLIMITED
@@ -62,7 +61,6 @@ class Network:
         """Begin a flow; `done` is called when its last byte is there."""
         flow = Flow(self._link(self._sends, source), self._link(self._receives, target), nbytes, limit, done)
         flow.since_s = self._loop.now
-        self.moved_bytes += nbytes
         flow.source.flows[flow] = None
         flow.target.flows[flow] = None
         self._divide(flow.source, flow.target)

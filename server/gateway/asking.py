@@ -47,11 +47,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where one try goes. is_fallback: nobody who knows the fleet chose it."""
+    """Where one try goes."""
 
     prefill: Place
     decode: Place
-    is_fallback: bool = False
 
     @property
     def is_collocated(self) -> bool:
@@ -212,7 +211,7 @@ class Asking:
             message = "the Conductor is out of reach, and no instance is known that serves this model"
             raise Refused(503, message, code=NO_INSTANCE, retry_after_s=1.0)
         self.counts["fallbacks"] += 1
-        return Decision(*found, is_fallback=True)
+        return Decision(*found)
 
     async def _keep_looking(self) -> None:
         while True:

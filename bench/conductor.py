@@ -19,7 +19,15 @@ from rich.table import Table
 
 from scheduler.costs import DecodeCost
 from scheduler.simulate import simulate
-from scheduler.simulation.capacity import PUBLISHED_GAINS, TBT_S, capacities, coupled_systems, gain
+from scheduler.simulation.capacity import (
+    HARDWARES,
+    PUBLISHED_GAINS,
+    TBT_S,
+    capacities,
+    coupled_systems,
+    gain,
+    more_coupled_systems,
+)
 from scheduler.simulation.cluster import Shape
 from scheduler.simulation.hardware import LLAMA3_70B, LLAMA3_70B_8XA800, NODE_8XA800, Efficiency, hardware
 from scheduler.simulation.outcomes import LoadSample, Outcomes
@@ -88,6 +96,7 @@ class Assumptions:
     division_speed: float = 3.0
     division_slo: Slo = DIVISION_SLO
     slow_decode: tuple[float, ...] = (3.8, 4.5)
+    capacity_speeds: tuple[float, ...] = (1.5, 1.75)  # beside the trace's own
     cache_nodes: int = 10
     searched: int = 3000  # requests, in the search for the highest speed
 
@@ -189,6 +198,25 @@ def capacity(study: Study, plots: Path | None) -> Iterator[Row]:
                     yield Row(
                         table="capacity", name=name, value=faster_by, unit="%", published=known, note="by highest speed"
                     )
+    if not study.is_brief:
+        yield from _other_capacities(study)
+
+
+def _other_capacities(study: Study) -> Iterator[Row]:
+    """What (b) depends on: the speed of replay, the node, what the baselines do."""
+    shape, name, speeds = study.assumed.shape, "disaggregated", study.assumed.capacity_speeds
+    cases = [(f"{speed:g}x", speed, shape.hardware) for speed in speeds]
+    cases += [(about, speeds[0], node) for about, node in HARDWARES.items()]
+    for about, speed, node in cases:
+        mine = partial(simulate, shape=replace(shape, hardware=node), draw=Random(SEED).random)
+        systems = {name: mine, "vllm": coupled_systems(node)["vllm"]}
+        systems |= more_coupled_systems(node) if about == cases[0][0] else {}
+        found = capacities(study.traces[CONVERSATION], systems, speed=speed, told=partial(_tell, study, about))
+        effective = {(row.system, row.slo.tbt_s): row.effective for row in found}
+        for other, tbt_s in product(list(systems)[1:], TBT_S):
+            value = 100 * gain(effective[name, tbt_s], effective[other, tbt_s])
+            about_it = f"{CONVERSATION}, {about}, {tbt_s * 1000:.0f} ms, over {other}"
+            yield Row(table="capacity", name=about_it, value=value, unit="%", note="sensitivity")
 
 
 def overload(study: Study, plots: Path | None) -> Iterator[Row]:
@@ -276,7 +304,6 @@ def division(study: Study, plots: Path | None) -> Iterator[Row]:
 
 
 TABLES: Final = {"ttft": ttft, "capacity": capacity, "overload": overload, "hits": hits, "division": division}
-
 
 NOTES: Final = {  # where ours differs from the published by more than a fifth
     "ttft": "Ratios are near, seconds are not: at figure 10's own 1.05 s of prefill a request, 8 instances queue less "
